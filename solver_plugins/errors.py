@@ -1,0 +1,69 @@
+"""Every error and warning that the package raises on purpose.
+
+Each one derives from :class:`SolverPluginsError` *and* from the built-in exception that a caller would expect, so that
+both ``except SolverPluginsError`` and ``except ValueError`` work. Messages say what was expected, what was found and
+what to do.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class SolverPluginsError(Exception):
+    """Base class of all errors raised by ``solver_plugins``."""
+
+
+class UnknownNameError(SolverPluginsError, LookupError):
+    """A name is not registered."""
+
+
+class DuplicateNameError(SolverPluginsError, ValueError):
+    """A name is registered already."""
+
+
+class OptionError(SolverPluginsError, ValueError):
+    """An option is unknown, out of range, or does not go with another one."""
+
+
+class ShapeError(SolverPluginsError, ValueError):
+    """A tensor does not have the shape that a layer, operator or prior needs."""
+
+
+class WeightError(SolverPluginsError, ValueError):
+    """Weights that no step size can be computed for: not floating point, or not finite."""
+
+
+class UnsupportedLayerError(SolverPluginsError, TypeError):
+    """A layer that the package cannot read as a linear operator."""
+
+
+class NotProximalError(SolverPluginsError, ValueError):
+    """An activation that is not the proximal map of any function."""
+
+
+class NoMinimizerError(SolverPluginsError, ValueError):
+    """A problem without a minimiser was asked to be solved to convergence."""
+
+
+class SolverPluginsWarning(UserWarning):
+    """Base class of all warnings issued by ``solver_plugins``."""
+
+
+class NoMinimizerWarning(SolverPluginsWarning):
+    """The block problem may have no minimiser, so iterates can grow without bound."""
+
+
+class NotConvergedWarning(SolverPluginsWarning):
+    """A solve did not reach the tolerance that an implicit gradient needs."""
+
+
+class PluginWarning(SolverPluginsWarning):
+    """An installed third-party plugin could not be loaded."""
+
+
+def did_you_mean(found: str, options: Iterable[str]) -> str:
+    """Returns ``" Did you mean 'a' or 'b'? Options: ..."`` for an error message about an unknown name."""
+    options = sorted(options)
+    near = difflib.get_close_matches(found, options, n=3, cutoff=0.5)
+    question = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    return f"{question} Options: {', '.join(options) if options else 'none'}."

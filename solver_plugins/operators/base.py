@@ -1,0 +1,72 @@
+"""The interface of a linear layer read as a matrix ``A`` from ``n1`` input to ``n2`` output features."""
+
+import abc
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class LinearOperator(abc.ABC):
+    """A linear map ``A`` and its exact adjoint, for inputs of one size.
+
+    Operators are made anew in every forward pass from the weights as they are then, hold no state and no
+    ``nn.Module``, and are differentiable in their tensors. A bias is not part of ``A``.
+
+    Attributes:
+        weight: The layer's weight, in the layer's own layout.
+        diagonal: A scale per output channel (a folded norm): the operator is ``diag(d) A``. None means ones.
+    """
+
+    weight: Tensor
+    diagonal: Tensor | None
+
+    @property
+    @abc.abstractmethod
+    def in_features(self) -> int:
+        """``n1``: how many input features (for a convolution: channels) can be sampled."""
+
+    @property
+    @abc.abstractmethod
+    def out_features(self) -> int:
+        """``n2``: how many output features (for a convolution: channels) there are."""
+
+    @property
+    @abc.abstractmethod
+    def problem_dims(self) -> tuple[int, ...]:
+        """The (negative) dimensions that make up one problem: features, and space for a convolution.
+
+        All others are batch dimensions: problems that are independent of each other.
+        """
+
+    @property
+    def feature_dim(self) -> int:
+        """The (negative) dimension of the features: the first of :attr:`problem_dims`."""
+        return self.problem_dims[0]
+
+    @abc.abstractmethod
+    def apply(self, u: Tensor) -> Tensor:
+        """Returns ``A u``."""
+
+    @abc.abstractmethod
+    def adjoint(self, x: Tensor) -> Tensor:
+        """Returns ``A^T x``."""
+
+    @abc.abstractmethod
+    def column_norms_sq(self) -> Tensor:
+        """Returns ``|a_i|^2`` per input feature, shape ``(n1,)``, an upper bound for each input size.
+
+        For a convolution ``a_i`` is the whole input channel, and the number is ``lambda_max(A_i A_i^T)``.
+        """
+
+    def gram(self, x: Tensor) -> Tensor:
+        """Returns ``A A^T x``."""
+        return self.apply(self.adjoint(x))
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """Returns the inner product of each problem, kept as dimensions of size one."""
+        return (a * b).sum(self.problem_dims, keepdim=True)
+
+    def per_feature(self, values: Tensor) -> Tensor:
+        """Views a vector with one number per feature so that it broadcasts along :attr:`feature_dim`."""
+        return values.reshape(values.shape + (1,) * (len(self.problem_dims) - 1))
