@@ -1,0 +1,60 @@
+# Every target prepares what it needs: `make test` is enough on a fresh machine with Python 3.11 or newer.
+
+VENV ?= .venv
+# Test processes, and more arguments for pytest: make test WORKERS=4 ARGS="-m slow"
+WORKERS ?= 2
+ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.dev-installed
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install test lint lint-style lint-format lint-types lint-imports format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: $(STAMP) ## Create the virtual environment and install the package with its development tools
+
+# A python3.11 on the PATH may be a shim that cannot run, so candidates are run, not only looked up.
+$(BIN)/python:
+	@for python in python3.11 python3; do \
+		if $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+			echo "Creating $(VENV) with $$python"; \
+			exec $$python -m venv $(VENV); \
+		fi; \
+	done; \
+	echo "Expected python3.11, or a python3 of version 3.11 or newer, on the PATH; found neither." >&2; \
+	exit 1
+
+# Order-only: the environment's python is a link whose date says nothing about the packages.
+$(STAMP): pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --editable '.[dev]'
+	@touch $@
+
+# One thread per process: the processes share the cores, and more threads only get in each other's way.
+test: $(STAMP) ## Run the tests (WORKERS=2, ARGS="...")
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+lint: lint-style lint-format lint-types lint-imports ## Run all checks that need no tests
+
+lint-style: $(STAMP) ## Check style (ruff)
+	$(BIN)/ruff check .
+
+lint-format: $(STAMP) ## Check formatting (ruff)
+	$(BIN)/ruff format --check .
+
+lint-types: $(STAMP) ## Check types (mypy)
+	$(BIN)/mypy
+
+lint-imports: $(STAMP) ## Check the import order of the rooms (import-linter)
+	$(BIN)/lint-imports
+
+format: $(STAMP) ## Format the code and sort imports
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+clean: ## Remove caches and build products (keeps the virtual environment)
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find solver_plugins tests -type d -name __pycache__ -prune -exec rm -rf {} +

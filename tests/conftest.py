@@ -1,0 +1,21 @@
+"""Fixtures and settings of the whole suite."""
+
+import os
+import zlib
+
+import hypothesis
+import pytest
+import torch
+
+# No deadline: the first call of a torch kernel takes many times as long as the next. CI repeats the same examples.
+hypothesis.settings.register_profile("default", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+@pytest.fixture(autouse=True)
+def seed_torch(request: pytest.FixtureRequest) -> int:
+    """Seeds torch with a number made from the test's name: the same alone, in the whole suite and in any order."""
+    seed = zlib.crc32(request.node.name.encode())
+    torch.manual_seed(seed)
+    return seed
