@@ -1,0 +1,160 @@
+"""Block classes: named ones for torch's layers, made ones for every subclass of them."""
+
+import functools
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from solver_plugins.blocks.base import SolverBlock
+from solver_plugins.blocks.functional import Size
+from solver_plugins.blocks.run import Activation, OutputKind, make_solver
+from solver_plugins.operators import Geometry
+from solver_plugins.solvers import Solver
+
+
+class SolverLinear(SolverBlock, nn.Linear):
+    """``nn.Linear`` as a solver block; ``SolverLinear.from_linear(fc, activation=nn.ReLU(), solver="proxsg", p=0.5)``.
+
+    Args:
+        in_features: ``n1``.
+        out_features: ``n2``.
+        bias: Whether there is a bias.
+        activation: What follows the layer; None is the identity.
+        solver: A registered name, or a ready solver.
+        iters: How many proximal steps (10 by default).
+        output: "argument" of the activation (default), or its "value".
+        device: As in ``nn.Linear``.
+        dtype: As in ``nn.Linear``.
+        **options: Options of the solver.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        activation: Activation = None,
+        solver: str | Solver = "proxsg",
+        iters: int | None = None,
+        output: OutputKind = "argument",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        made = make_solver(solver, iters, options)
+        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        self._set_up(activation, made, output, Geometry())
+
+    @classmethod
+    def from_linear(
+        cls,
+        layer: nn.Linear,
+        activation: Activation = None,
+        solver: str | Solver = "proxsg",
+        iters: int | None = None,
+        *,
+        output: OutputKind = "argument",
+        **options: Any,
+    ) -> Self:
+        """Makes the block from a linear layer; see :meth:`SolverBlock.from_layer`."""
+        return cls.from_layer(layer, activation, solver, iters, output=output, **options)
+
+
+class _SolverConv(SolverBlock):
+    """What the convolutional blocks share: torch's constructor, with the solver's keywords after it."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: Size,
+        stride: Size = 1,
+        padding: Size | str = 0,
+        dilation: Size = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        activation: Activation = None,
+        solver: str | Solver = "proxsg",
+        iters: int | None = None,
+        output: OutputKind = "argument",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ):
+        made = make_solver(solver, iters, options)
+        super(SolverBlock, self).__init__(
+            in_channels,
+            out_channels,
+            kernel_size,
+            stride,
+            padding,
+            dilation,
+            groups,
+            bias,
+            padding_mode,
+            device=device,
+            dtype=dtype,
+        )
+        kernel = self.weight.shape[2:]
+        self._set_up(
+            activation, made, output, Geometry.for_conv(kernel, stride, padding, dilation, groups, padding_mode)
+        )
+
+    @classmethod
+    def from_conv(
+        cls,
+        layer: nn.Module,
+        activation: Activation = None,
+        solver: str | Solver = "proxsg",
+        iters: int | None = None,
+        *,
+        output: OutputKind = "argument",
+        **options: Any,
+    ) -> Self:
+        """Makes the block from a convolution; see :meth:`SolverBlock.from_layer`."""
+        return cls.from_layer(layer, activation, solver, iters, output=output, **options)
+
+
+class SolverConv1d(_SolverConv, nn.Conv1d):
+    """``nn.Conv1d`` as a solver block."""
+
+
+class SolverConv2d(_SolverConv, nn.Conv2d):
+    """``nn.Conv2d`` as a solver block."""
+
+
+class SolverConv3d(_SolverConv, nn.Conv3d):
+    """``nn.Conv3d`` as a solver block."""
+
+
+NAMED: dict[type[nn.Module], type[SolverBlock]] = {
+    nn.Linear: SolverLinear,
+    nn.Conv1d: SolverConv1d,
+    nn.Conv2d: SolverConv2d,
+    nn.Conv3d: SolverConv3d,
+}
+
+
+@functools.cache
+def block_class(layer_class: type[nn.Module]) -> type[SolverBlock]:
+    """Returns the class of the block that a layer of ``layer_class`` becomes: always a subclass of ``layer_class``."""
+    if layer_class in NAMED:
+        return NAMED[layer_class]
+    shell = next((block for plain, block in NAMED.items() if issubclass(layer_class, plain)), SolverBlock)
+
+    def reduce(self: SolverBlock, protocol: Any) -> tuple[Any, ...]:
+        # A made class has no importable name; pickle and deepcopy make it again from the layer's.
+        return _blank_block, (layer_class,), self.__getstate__()
+
+    name = f"Solver{layer_class.__name__}"
+    members = {"__reduce_ex__": reduce, "__module__": __name__, "__doc__": f"``{layer_class.__name__}`` as a solver block."}
+    return type(name, (shell, layer_class), members)
+
+
+def _blank_block(layer_class: type[nn.Module]) -> SolverBlock:
+    made = block_class(layer_class)
+    return made.__new__(made)

@@ -1,0 +1,167 @@
+"""Solver blocks as functions of their weights, beside ``torch.nn.functional``."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solver_plugins.blocks.run import (
+    Activation,
+    OutputKind,
+    check_combination,
+    make_solver,
+    run_block,
+)
+from solver_plugins.errors import ShapeError
+from solver_plugins.operators import Geometry, lipschitz_from_kernel, operator_from_kernel
+from solver_plugins.prox import prox_for
+from solver_plugins.solvers import Diagnostics, Solver
+
+Size = int | Sequence[int]
+
+
+def solver_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None = None, **solve: Any
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """A linear layer as a solver: ``activation(solver_linear(x, W, b, activation=...))`` is the solver's result.
+
+    Args:
+        input: ``[*, n1]``; every row is a problem of its own.
+        weight: ``[n2, n1]``.
+        bias: ``[n2]``.
+        **solve: The keyword arguments of :func:`solve_layer`: ``activation``, ``solver``, ``iters``, ``output``, ...
+
+    Returns:
+        ``[*, n2]``, and the diagnostics if asked for.
+    """
+    _check_dims(weight, 0)
+    return solve_layer(input, weight, bias, Geometry(), **solve)
+
+
+def solver_conv1d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    **solve: Any,
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """A 1-D convolution as a solver; ``**solve`` are the keyword arguments of :func:`solve_layer`."""
+    _check_dims(weight, 1)
+    geometry = Geometry.for_conv(weight.shape[2:], stride, padding, dilation, groups, padding_mode)
+    return solve_layer(input, weight, bias, geometry, **solve)
+
+
+def solver_conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    **solve: Any,
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """A 2-D convolution as a solver; ``**solve`` are the keyword arguments of :func:`solve_layer`."""
+    _check_dims(weight, 2)
+    geometry = Geometry.for_conv(weight.shape[2:], stride, padding, dilation, groups, padding_mode)
+    return solve_layer(input, weight, bias, geometry, **solve)
+
+
+def solver_conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Size = 1,
+    padding: Size | str = 0,
+    dilation: Size = 1,
+    groups: int = 1,
+    padding_mode: str = "zeros",
+    **solve: Any,
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """A 3-D convolution as a solver; ``**solve`` are the keyword arguments of :func:`solve_layer`."""
+    _check_dims(weight, 3)
+    geometry = Geometry.for_conv(weight.shape[2:], stride, padding, dilation, groups, padding_mode)
+    return solve_layer(input, weight, bias, geometry, **solve)
+
+
+def solve_layer(
+    input: Tensor,
+    kernel: Tensor,
+    bias: Tensor | None,
+    geometry: Geometry,
+    *,
+    activation: Activation = None,
+    solver: str | Solver = "proxsg",
+    iters: int | None = None,
+    lipschitz: Tensor | float | None = None,
+    diagonal: Tensor | None = None,
+    skip: Tensor | None = None,
+    output: OutputKind = "argument",
+    training: bool = True,
+    generator: torch.Generator | None = None,
+    diagnose: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Diagnostics]:
+    """Any linear layer, given by kernel and geometry, as a solver.
+
+    Args:
+        input: ``u``, batched or not.
+        kernel: ``[n2, n1/groups, *k]``.
+        bias: ``[n2]``, added after the diagonal.
+        geometry: Stride, padding, dilation and groups; ``Geometry()`` is a linear layer.
+        activation: The activation that follows: a module, a function, a prior or a prior's name; None is the identity.
+        solver: A registered name, or a ready solver.
+        iters: How many proximal steps (10 by default).
+        lipschitz: ``lambda_max(A A^T)``, with the diagonal; computed with a certificate if not given.
+        diagonal: A scale ``d`` per output feature (a folded norm): ``A`` becomes ``diag(d) A``.
+        skip: Added to the bias: a skip connection that ends before the activation.
+        output: "argument" of the activation (default) or its "value".
+        training: Whether a sampling solver samples (see its ``eval_mode`` for False).
+        generator: Source of the draws; the global one by default.
+        diagnose: Also return the :class:`~solver_plugins.solvers.Diagnostics` of the solve.
+        **options: Options of the solver; an unknown one raises.
+
+    Returns:
+        The layer's output after the solve, and the diagnostics if asked for.
+    """
+    made = make_solver(solver, iters, options)
+    prior = prox_for(activation)
+    operator = operator_from_kernel(kernel, geometry, input.shape, diagonal=diagonal)
+    check_combination(made, prior, output, operator.out_features, operator.in_features, geometry)
+    if bias is not None and bias.shape != (operator.out_features,):
+        raise ShapeError(f"Expected a bias of shape ({operator.out_features},); found {tuple(bias.shape)}.")
+    if lipschitz is None:
+        lipschitz = lipschitz_from_kernel(kernel.detach(), geometry, diagonal=diagonal)
+    constant = torch.as_tensor(lipschitz, device=kernel.device)
+
+    def layer() -> Tensor:
+        plain = operator.apply(input)
+        return plain if bias is None else plain + operator.per_feature(bias)
+
+    result, diagnostics = run_block(
+        made,
+        prior,
+        operator,
+        input,
+        bias,
+        layer,
+        constant,
+        skip=skip,
+        output=output,
+        training=training,
+        generator=generator,
+        diagnose=diagnose,
+    )
+    return (result, diagnostics) if diagnostics is not None else result
+
+
+def _check_dims(weight: Tensor, spatial: int) -> None:
+    if weight.dim() != spatial + 2:
+        expected = "[n2, n1]" if spatial == 0 else f"[n2, n1/groups, {', '.join('k' * spatial)}]"
+        raise ShapeError(f"Expected a weight of shape {expected}; found {tuple(weight.shape)}.")

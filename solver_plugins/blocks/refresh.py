@@ -1,0 +1,38 @@
+"""Step sizes of a whole model at once."""
+
+from torch import Tensor, nn
+
+from solver_plugins.blocks.base import SolverBlock
+from solver_plugins.errors import OptionError, SolverPluginsError
+
+
+def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
+    """Recomputes the Lipschitz constant of every solver block, from the weights as they are now.
+
+    Call it once per epoch for certified steps (as the paper does). Blocks also follow their weights by themselves in training, so
+    this is not needed for a solve to be stable.
+
+    Args:
+        module: A block, or a model that contains blocks.
+        method: "certified" (never below the truth, for any input size) or "power" (a lower bound).
+        tolerance: How far above the truth a certified constant may be.
+
+    Returns:
+        The new ``lambda_max(A A^T)`` by module name ("" for a block itself).
+
+    Raises:
+        OptionError: If there is no block in the module, or the method is unknown.
+        WeightError: If some weights are not finite, naming the block; no block is changed then.
+    """
+    blocks = {name: block for name, block in module.named_modules() if isinstance(block, SolverBlock)}
+    if not blocks:
+        raise OptionError(f"Expected a solver block or a model that contains one; found {type(module).__name__} without any.")
+    computed = {}
+    for name, block in blocks.items():
+        try:
+            computed[name] = block.compute_step(method, tolerance)
+        except SolverPluginsError as error:
+            raise type(error)(f"Block {name!r}: {error}" if name else str(error)) from None
+    for name, values in computed.items():
+        blocks[name].write_step(values)
+    return {name: values["L"] for name, values in computed.items()}

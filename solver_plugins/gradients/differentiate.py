@@ -1,0 +1,17 @@
+"""One entrance for every way of differentiating a solve."""
+
+from solver_plugins.gradients.implicit import solve_implicit
+from solver_plugins.solvers import BlockProblem, Draws, Solution, Solver, solve
+
+
+def differentiable_solve(
+    solver: Solver, problem: BlockProblem, *, draws: Draws | None = None, diagnose: bool = False
+) -> Solution:
+    """Solves a block problem so that gradients reach its input, weights, bias and prior.
+
+    Unrolled (autograd through every iteration, any order of derivatives) unless the solver's config says
+    ``gradient="implicit"`` (first derivatives only; a second one is refused).
+    """
+    if getattr(solver.config, "gradient", "unrolled") == "implicit":
+        return solve_implicit(solver, problem, diagnose=diagnose)
+    return solve(solver, problem, draws=draws, diagnose=diagnose)

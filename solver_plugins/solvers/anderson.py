@@ -1,0 +1,90 @@
+"""Safeguarded Anderson acceleration of the proximal-gradient map."""
+
+from dataclasses import dataclass
+
+import pydantic
+import torch
+from torch import Tensor
+
+from solver_plugins.registry import register_solver
+from solver_plugins.solvers.base import DeterministicConfig, Draws, Solver, State
+from solver_plugins.solvers.problem import BlockProblem
+
+
+class AndersonConfig(DeterministicConfig):
+    """Options of ``anderson``."""
+
+    window: int = pydantic.Field(5, ge=1, description="How many past steps are combined; more than 5 rarely helps.")
+    ridge: float = pydantic.Field(
+        1e-8, gt=0, description="Relative ridge on the small least-squares problem, so that it never is singular."
+    )
+
+
+@dataclass(frozen=True)
+class HistoryState(State):
+    """A :class:`State` with what Anderson's method remembers.
+
+    Attributes:
+        images: ``T(v_j)`` of the last steps, flattened per sample.
+        residuals: ``T(v_j) - v_j`` of the last steps, flattened per sample.
+        best_image: ``T(v)`` of the ``v`` with the smallest residual so far.
+        best_size: That residual's squared norm.
+    """
+
+    images: tuple[Tensor, ...]
+    residuals: tuple[Tensor, ...]
+    best_image: Tensor | None
+    best_size: Tensor | None
+
+
+@register_solver
+class Anderson(Solver):
+    """Anderson acceleration of the map whose fixed point is the minimiser, with a safeguard.
+
+        T(v) = x - t grad F(x),  x = prox_{t g}(v);     f_j = T(v_j) - v_j
+        v_{k+1} = T(v_k) - sum_j gamma_j (T(v_{j+1}) - T(v_j)),     gamma = argmin |f_k - sum_j gamma_j (f_{j+1} - f_j)|
+
+    ``T`` is nonexpansive. Where the residual did not fall below the best one so far, the next point is the plain step from the
+    best point instead, so the method is never slower than half of ``proxgd``. Every sample decides for itself.
+    """
+
+    name = "anderson"
+    tags = ("deterministic", "accelerated")
+    Config = AndersonConfig
+    samples = "nothing"
+
+    def init(self, problem: BlockProblem) -> None:
+        return None
+
+    def step(self, problem: BlockProblem, state: HistoryState | None, iteration: int, draws: Draws | None) -> HistoryState:
+        step = problem.step
+        if state is None:
+            return HistoryState(problem.descend(None, problem.gradient(None), step), step, (), (), None, None)
+        x = self.value(problem, state)
+        image = problem.descend(x, problem.gradient(x), step)
+        flat_dims = -len(problem.operator.problem_dims)
+        flat_image = image.flatten(flat_dims)
+        residual = flat_image - state.v.flatten(flat_dims)
+        size = residual.detach().square().sum(-1, keepdim=True)
+        if state.best_image is None or state.best_size is None:
+            return HistoryState(image, step, (flat_image,), (residual,), flat_image, size)
+        images = (*state.images, flat_image)[-self.config.window - 1 :]
+        residuals = (*state.residuals, residual)[-self.config.window - 1 :]
+        better = size < state.best_size
+        best_image = torch.where(better, flat_image, state.best_image)
+        v = torch.where(better, self._mix(images, residuals), best_image)
+        best_size = torch.where(better, size, state.best_size)
+        return HistoryState(v.reshape(image.shape), step, images, residuals, best_image, best_size)
+
+    def _mix(self, images: tuple[Tensor, ...], residuals: tuple[Tensor, ...]) -> Tensor:
+        # The small solve keeps the working precision: autocast would run its products in half.
+        with torch.autocast(images[-1].device.type, enabled=False):
+            df = torch.stack([b - a for a, b in zip(residuals, residuals[1:], strict=False)], -2)
+            dt = torch.stack([b - a for a, b in zip(images, images[1:], strict=False)], -2)
+            normal = df @ df.mT
+            eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
+            scale = normal.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
+            ridge = self.config.ridge * scale + torch.finfo(normal.dtype).tiny
+            right = df @ residuals[-1].unsqueeze(-1)
+            gamma = torch.linalg.solve(normal + ridge * eye, right)
+            return images[-1] - (dt.mT @ gamma).squeeze(-1)

@@ -1,0 +1,118 @@
+"""The convex problem that a block of layers solves.
+
+    F(x) = 1/2 |A^T x - u|^2 - <b, x> + lam/2 |x|^2          minimise F(x) + g(x)              (eq. 5, errata 3 and 4)
+
+Formulation ``paper`` is exactly this, with the step ``t = 1/L``, ``L = lambda_max(A A^T) + lam``. Formulation
+``normalized`` is the same problem with ``A/sqrt(L)``, ``sqrt(L) u`` and ``lam/L``: its Lipschitz constant is 1, its step
+is the unit step, and so one iteration is the layer followed by its activation, for every prior. In both
+
+    grad F(x) = s (A A^T + lam) x - c,     c = A u + b,     s t = 1/L,     (s, t) = (1/L, 1) or (1, 1/L).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from solver_plugins.operators import LinearOperator
+from solver_plugins.prox import Prior
+from solver_plugins.prox.base import Step
+
+Formulation = Literal["normalized", "paper"]
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Iterates and constants are kept in float32 at least; only the products with ``A`` use a lower precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class BlockProblem:
+    """One block problem per sample of a batch, ready to be solved.
+
+    Attributes:
+        operator: ``A``, with the exact adjoint for the input's size.
+        input: ``u``.
+        bias: ``b``, broadcastable to the output; a skip connection is part of it. None means zero.
+        layer: Computes ``c = A u + b``, the plain layer's output. A sampling solver may never need it.
+        dtype: The working precision (see :func:`working_dtype`).
+        prior: ``g``.
+        smoothness: The constant ``L`` (with ``lam``) that sets the step; a positive 0-d tensor.
+        lam: The strong convexity that is added to ``F``.
+        formulation: See the module's docstring.
+    """
+
+    operator: LinearOperator
+    input: Tensor
+    bias: Tensor | None
+    layer: Callable[[], Tensor]
+    dtype: torch.dtype
+    prior: Prior
+    smoothness: Tensor
+    lam: float
+    formulation: Formulation
+
+    @functools.cached_property
+    def output(self) -> Tensor:
+        """``c = A u + b``, in the working precision."""
+        return self.layer().to(self.dtype)
+
+    @property
+    def step(self) -> Step:
+        """The base step ``t``; a schedule multiplies it."""
+        return 1.0 if self.formulation == "normalized" else self.smoothness.reciprocal()
+
+    def scaled(self, product: Tensor) -> Tensor:
+        """Returns ``s * product`` in the working precision."""
+        product = product.to(self.dtype)
+        return product / self.smoothness if self.formulation == "normalized" else product
+
+    def hessian(self, x: Tensor) -> Tensor:
+        """Returns ``s (A A^T + lam) x``."""
+        return self.scaled(self.operator.gram(x).to(x.dtype) + self.lam * x)
+
+    def gradient(self, x: Tensor | None) -> Tensor:
+        """Returns ``grad F(x)``; None stands for ``x = 0``, where it costs nothing."""
+        return -self.output if x is None else self.hessian(x) - self.output
+
+    def sampled_gradient(self, x: Tensor | None, weights: Tensor) -> Tensor:
+        """Returns the unbiased estimate ``A (w * (s A^T x - u)) - b + s lam x`` (eq. 25, errata 3).
+
+        Args:
+            x: Where; None stands for zero.
+            weights: One weight of mean one per input feature (``n1/tau`` on the sampled set, zero elsewhere),
+                broadcastable to the input.
+        """
+        residual = -self.input if x is None else self.scaled(self.operator.adjoint(x)) - self.input
+        estimate = self.operator.apply(weights * residual).to(self.dtype)
+        if self.bias is not None:
+            estimate = estimate - self.bias
+        return estimate if x is None else estimate + self.scaled(self.lam * x)
+
+    def sampled_hessian(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Returns ``s (A diag(w) A^T + lam) x``, whose mean over the sampling is :meth:`hessian`."""
+        product = self.operator.apply(weights * self.operator.adjoint(x))
+        return self.scaled(product.to(x.dtype) + self.lam * x)
+
+    def descend(self, x: Tensor | None, gradient: Tensor, step: Step) -> Tensor:
+        """Returns ``x - step * gradient``, the argument of the next proximal map."""
+        move = gradient if isinstance(step, float) and step == 1.0 else step * gradient
+        return -move if x is None else x - move
+
+    def objective(self, x: Tensor) -> Tensor:
+        """Returns ``F(x) + g(x)`` of the problem actually solved, one number per sample."""
+        constant = 0.5 * self.input.to(x.dtype).square()
+        if self.formulation == "normalized":
+            constant = constant * self.smoothness
+        dims = self.operator.problem_dims
+        quadratic = (x * (0.5 * self.hessian(x) - self.output)).sum(dims)
+        return quadratic + constant.sum(dims) + self.prior.g(x).sum(dims)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Returns ``|x - prox_{t g}(x - t grad F(x))| / max(|x|, 1)`` per sample: zero exactly at a minimiser."""
+        moved = self.prior.prox(self.descend(x, self.gradient(x), self.step), self.step)
+        dims = self.operator.problem_dims
+        return (x - moved).square().sum(dims).sqrt() / x.square().sum(dims).sqrt().clamp_min(1.0)
