@@ -1,15 +1,21 @@
 """Strict, frozen configuration models that read and write JSON and YAML.
 
-An unknown option raises and names the nearest valid one; nothing is coerced from a wrong type without saying so.
+An unknown option raises and names the nearest valid one; a value of a wrong type raises, too, even one that could be
+converted: ``"10"`` is not 10 and ``True`` is not 1. An integer may stand for a float, and a list for a tuple.
 """
 
 import json
+import numbers
+import re
+import reprlib
 import types
 import typing
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import pydantic
+import pydantic_core
 import yaml
 
 from solver_plugins.errors import OptionError, did_you_mean
@@ -19,12 +25,27 @@ class StrictConfig(pydantic.BaseModel):
     """Base of all configuration models: frozen, no unknown fields, errors as :class:`OptionError`.
 
     ``MyConfig(**options)`` raises pydantic's own error; :meth:`parse` raises ours, which names near options.
+
+    Attributes:
+        hints: What to say about an option that this model does not have, but that a user may expect.
     """
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, strict=False, allow_inf_nan=False)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    hints: ClassVar[Mapping[str, str]] = {}
+
+    @pydantic.field_validator("*", mode="wrap")
+    @classmethod
+    def _refuse_coercion(cls, value: Any, validate: pydantic.ValidatorFunctionWrapHandler) -> Any:
+        # Not pydantic's strict mode: that refuses the lists and mappings that JSON has for tuples and nested models.
+        result = validate(value)
+        expected = _coerced_to(value, result)
+        if expected is not None:
+            raise pydantic_core.PydanticCustomError("coerced", "Input should be {expected}", {"expected": expected})
+        return result
 
     @classmethod
-    def parse(cls, options: dict[str, Any], *, owner: str | None = None) -> Self:
+    def parse(cls, options: Mapping[str, Any], *, owner: str | None = None) -> Self:
         """Builds the config from a mapping.
 
         Args:
@@ -35,15 +56,15 @@ class StrictConfig(pydantic.BaseModel):
             OptionError: For an unknown option or a value that does not fit, saying what was expected and found.
         """
         owner = owner or cls.__name__
-        if not isinstance(options, dict):
+        if not isinstance(options, Mapping):
             raise OptionError(f"{owner} takes a mapping of options; found {type(options).__name__}.")
-        for name in options:
-            if name not in cls.model_fields:
-                raise OptionError(f"{owner} has no option {name!r}.{did_you_mean(str(name), cls.model_fields)}")
+        unknown = [name for name in options if name not in cls.model_fields]
+        if unknown:
+            raise OptionError("\n".join(_unknown_option(owner, str(name), [cls]) for name in unknown))
         try:
             return cls(**options)
         except pydantic.ValidationError as error:
-            raise OptionError("\n".join(_explain(owner, cls, item) for item in error.errors())) from None
+            raise OptionError(_explain(owner, cls, error)) from None
 
     def options(self) -> dict[str, Any]:
         """Returns the fields as plain JSON-ready values."""
@@ -55,52 +76,186 @@ class StrictConfig(pydantic.BaseModel):
 
     def to_yaml(self) -> str:
         """Returns the config as YAML text."""
-        return yaml.safe_dump(self.options(), sort_keys=True)
+        return yaml.dump(self.options(), Dumper=_Dumper, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Reads the config from JSON text."""
-        try:
-            return cls.parse(json.loads(text))
-        except json.JSONDecodeError as error:
-            raise OptionError(f"{cls.__name__}: not valid JSON ({error}).") from None
+    def from_json(cls, text: str, *, owner: str | None = None) -> Self:
+        """Reads the config from JSON text; raises like :meth:`parse`."""
+        return cls._read("JSON", _load_json, text, owner)
 
     @classmethod
-    def from_yaml(cls, text: str) -> Self:
-        """Reads the config from YAML text (safe loader: no code is ever run)."""
-        try:
-            return cls.parse(yaml.safe_load(text) or {})
-        except yaml.YAMLError as error:
-            raise OptionError(f"{cls.__name__}: not valid YAML ({error}).") from None
+    def from_yaml(cls, text: str, *, owner: str | None = None) -> Self:
+        """Reads the config from YAML text (safe loader: no code is ever run); raises like :meth:`parse`."""
+        return cls._read("YAML", _load_yaml, text, owner)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
-        """Reads the config from a ``.json``, ``.yaml`` or ``.yml`` file."""
+        """Reads the config from a ``.json``, ``.yaml`` or ``.yml`` file; raises like :meth:`parse`."""
         path = Path(path)
         readers = {".json": cls.from_json, ".yaml": cls.from_yaml, ".yml": cls.from_yaml}
-        if path.suffix not in readers:
+        reader = readers.get(path.suffix.lower())
+        if reader is None:
             raise OptionError(f"Expected a file ending in {', '.join(readers)}; found {path.name!r}.")
         try:
-            return readers[path.suffix](path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except OSError as error:
             raise OptionError(f"Cannot read {path.name!r}: {error.strerror}.") from None
+        except UnicodeDecodeError as error:
+            raise OptionError(f"Cannot read {path.name!r}: expected UTF-8 text ({error}).") from None
+        return reader(text, owner=f"{cls.__name__} in {path.name!r}")
 
-
-def _explain(owner: str, model: type[pydantic.BaseModel], item: Any) -> str:
-    """Turns one pydantic error into "owner: option: expected ..., found ..."."""
-    name = ".".join(str(part) for part in item["loc"])
-    where = f"{owner}, option {name!r}" if name else owner
-    reason = item["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
-    field = model.model_fields.get(str(item["loc"][0])) if item["loc"] else None
-    hint = f" {field.description}" if field is not None and field.description else ""
-    found = "" if item["type"] == "value_error" and not name else f", found {item['input']!r}"
-    return f"{where}: expected {reason}{found}.{hint}" if name else f"{where}: {reason}{found}"
+    @classmethod
+    def _read(cls, form: str, load: Callable[[str], Any], text: str, owner: str | None) -> Self:
+        try:
+            options = load(text)
+        # YAML's constructors let some ValueErrors through, for a date that does not exist, say.
+        except (ValueError, yaml.YAMLError, RecursionError) as error:
+            raise OptionError(f"{owner or cls.__name__}: not valid {form} ({error}).") from None
+        return cls.parse(options, owner=owner)
 
 
 def choices(annotation: Any) -> list[str]:
-    """Returns the options of a ``Literal`` annotation, also inside a union."""
+    """Returns the options of a ``Literal`` annotation, also inside a union or ``Annotated``."""
     if typing.get_origin(annotation) is typing.Literal:
         return [str(option) for option in typing.get_args(annotation)]
+    if typing.get_origin(annotation) is typing.Annotated:
+        return choices(typing.get_args(annotation)[0])
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [option for part in typing.get_args(annotation) for option in choices(part)]
     return []
+
+
+def _coerced_to(value: Any, result: Any) -> str | None:
+    """Says what type was expected if validation converted ``value``, in the whole or in an element; else None."""
+    # By exact type: an enumeration that derives from str or int may be given by its value.
+    if type(result) is bool:
+        return None if isinstance(value, bool) else "True or False"
+    if type(result) is int:
+        return None if isinstance(value, numbers.Integral) and not isinstance(value, bool) else "an integer"
+    if type(result) is float:
+        return None if isinstance(value, numbers.Real) and not isinstance(value, bool) else "a number"
+    if type(result) is str:
+        return None if isinstance(value, str) else "a string"
+    pairs: Iterable[tuple[Any, Any]] = ()
+    if isinstance(result, (list, tuple)) and isinstance(value, (list, tuple)):
+        pairs = zip(value, result, strict=False)
+    elif isinstance(result, dict) and isinstance(value, Mapping):
+        # Values only: JSON turns every key into a string.
+        pairs = zip(value.values(), result.values(), strict=False)
+    return next((f"{kind} in each place" for pair in pairs if (kind := _coerced_to(*pair)) is not None), None)
+
+
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
+
+
+def _unknown_option(owner: str, name: str, models: list[type[pydantic.BaseModel]]) -> str:
+    """Says that none of ``models`` has the option, and which ones there are."""
+    last = name.rpartition(".")[2]
+    hints = [hint for model in models if (hint := getattr(model, "hints", {}).get(last))]
+    fields = {field for model in models for field in model.model_fields}
+    return f"{owner} has no option {name!r}.{''.join(f' {hint}' for hint in hints)}{did_you_mean(last, fields)}"
+
+
+def _explain(owner: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> str:
+    """Turns a pydantic error into lines of "owner, option 'name': expected ..., found ...", one for each option."""
+    groups: dict[_Place, list[Any]] = {}
+    for item in error.errors(include_url=False):
+        groups.setdefault(_locate(model, item), []).append(item)
+    return "\n".join(_explain_option(owner, place, items) for place, items in groups.items())
+
+
+def _explain_option(owner: str, place: "_Place", items: list[Any]) -> str:
+    """Says what is wrong with one option; the branches of a union fail one by one and become "expected a or b"."""
+    kind, value = items[0]["type"], items[0]["input"]
+    if kind == "extra_forbidden":
+        return _unknown_option(owner, place.name, list(place.models))
+    where = f"{owner}, option {place.name!r}" if place.name else owner
+    hint = f" {place.description}" if place.description else ""
+    if kind == "missing":
+        return f"{where} is required.{hint}"
+    found = f"found {_REPR.repr(value)} ({type(value).__name__}).{hint}"
+    if kind in ("value_error", "assertion_error"):
+        # A validator's own sentence. One about the whole model says itself what it found.
+        sentence = items[0]["msg"].partition(", ")[2]
+        return f"{where}: {sentence}; {found}" if place.name else f"{where}: {sentence}"
+    reasons = [item["msg"].removeprefix("Input should be ") for item in items]
+    reasons = [f"a value {reason}" if reason.startswith(("greater", "less")) else reason for reason in reasons]
+    return f"{where}: expected {' or '.join(dict.fromkeys(reasons))}, {found}"
+
+
+class _Place(typing.NamedTuple):
+    """The dotted name of an option, the models that it may hold, and its description."""
+
+    name: str
+    models: tuple[type[pydantic.BaseModel], ...]
+    description: str | None
+
+
+def _locate(model: type[pydantic.BaseModel], item: Any) -> _Place:
+    """Follows the location of a pydantic error.
+
+    It also holds the branches of unions ("float"), which are no part of a name that a user could type.
+    """
+    path: list[str] = []
+    models, description = [model], None
+    for part in item["loc"]:
+        field = next((m.model_fields[str(part)] for m in models if part in m.model_fields), None)
+        if field is not None:
+            models, description = _models_in(field.annotation), field.description
+        if field is not None or isinstance(part, int):
+            path.append(str(part))
+    if item["type"] == "extra_forbidden":
+        path.append(str(item["loc"][-1]))
+    return _Place(".".join(path), tuple(models), description)
+
+
+def _models_in(annotation: Any) -> list[type[pydantic.BaseModel]]:
+    """Returns the models that an annotation mentions, inside of containers and unions too."""
+    if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
+        return [annotation]
+    return [model for part in typing.get_args(annotation) for model in _models_in(part)]
+
+
+def _load_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is given twice")
+    return result
+
+
+def _refuse_constant(name: str) -> typing.NoReturn:
+    raise ValueError(f"{name} is no JSON value")
+
+
+def _load_yaml(text: str) -> Any:
+    options = yaml.load(text, Loader=_Loader)
+    # An empty file takes every default; an empty list or a lone zero is a mistake.
+    return {} if options is None else options
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader that refuses a key given twice and reads ``1e-3`` as a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        # Looked at before "<<" is merged in: what a merge brings may be overridden.
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """The safe dumper that quotes a string which :class:`_Loader` would read as a number."""
+
+
+# YAML 1.1, which PyYAML follows, wants a dot in every number with an exponent and reads 1e-3 as a string.
+_EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$|[-+]?\.[0-9]+[eE][-+]?[0-9]+$")
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))

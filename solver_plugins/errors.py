@@ -21,6 +21,10 @@ class DuplicateNameError(SolverPluginsError, ValueError):
     """A name is registered already."""
 
 
+class RegistrationError(SolverPluginsError, TypeError):
+    """An object lacks what a registry needs of its kind."""
+
+
 class OptionError(SolverPluginsError, ValueError):
     """An option is unknown, out of range, or does not go with another one."""
 
@@ -64,6 +68,9 @@ class PluginWarning(SolverPluginsWarning):
 def did_you_mean(found: str, options: Iterable[str]) -> str:
     """Returns ``" Did you mean 'a' or 'b'? Options: ..."`` for an error message about an unknown name."""
     options = sorted(options)
-    near = difflib.get_close_matches(found, options, n=3, cutoff=0.5)
-    question = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    # Case is not compared: "FISTA" shares no letter with "fista".
+    folded = [name.casefold() for name in options]
+    near = dict.fromkeys(difflib.get_close_matches(found.casefold(), folded, n=3, cutoff=0.5))
+    names = [name for match in near for name, fold in zip(options, folded, strict=True) if fold == match]
+    question = f" Did you mean {' or '.join(repr(name) for name in names)}?" if names else ""
     return f"{question} Options: {', '.join(options) if options else 'none'}."
