@@ -11,6 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from solver_plugins.errors import OptionError
+
 Step = float | Tensor
 """A step size: a Python number, or a 0-d tensor where it comes from a Lipschitz constant on the device."""
 
@@ -20,23 +22,55 @@ def is_unit(step: Step) -> bool:
     return not isinstance(step, Tensor) and step == 1
 
 
+def step_like(step: Step, a: Tensor) -> Step:
+    """Returns the step in the dtype of ``a``, so that a 0-d float64 step does not promote a 0-d float32 ``a``.
+
+    Raises:
+        OptionError: If the step is a Python number that is not positive. A tensor is not looked at (see :func:`is_unit`).
+    """
+    if isinstance(step, Tensor):
+        return step.to(a.dtype)
+    if not step > 0:
+        raise OptionError(f"A proximal step must be positive; found {step!r}.")
+    return float(step)
+
+
+def widened(a: Tensor) -> Tensor:
+    """Returns ``a`` in float32 if its dtype is a half precision one: eight bits of mantissa cannot carry a Newton step."""
+    return a.float() if a.dtype in (torch.bfloat16, torch.float16) else a
+
+
 class Prior(abc.ABC):
     """A convex function ``g`` with a known proximal map.
 
+    Flags are read on an *instance*: for some priors they depend on the parameters (a box may or may not contain 0).
+
     Attributes:
+        name: The registered name.
+        tags: Words to filter the registry by.
         separable: ``g(x) = sum_i g_i(x_i)``: the proximal map acts on each coordinate alone.
         scale_free: ``t g = g`` (an indicator function): the proximal map does not depend on the step.
         unit_step_only: Only ``prox_g`` is known, not ``prox_{t g}`` for other ``t``.
-        bounded: The domain of ``g`` is bounded, so every block problem has a minimiser, even with ``lam = 0``.
-        zero_argument: A number ``v`` with ``prox_g(v) = 0``, or None where there is none (sigmoid).
+        learnable: ``g`` has parameters that are trained. Their gradients flow through :meth:`prox` (by autograd), not
+            through :meth:`derivative` and :meth:`vjp`, which know ``a`` only.
     """
 
     name: ClassVar[str]
+    tags: ClassVar[frozenset[str]] = frozenset()
     separable: ClassVar[bool] = True
     scale_free: ClassVar[bool] = False
     unit_step_only: ClassVar[bool] = False
-    bounded: ClassVar[bool] = False
-    zero_argument: ClassVar[float | None] = 0.0
+    learnable: ClassVar[bool] = False
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the domain of ``g`` is bounded, so that every block problem has a minimiser, even with ``lam = 0``."""
+        return False
+
+    @property
+    def zero_argument(self) -> float | None:
+        """A number ``v`` with ``prox_g(v) = 0``, or None where there is none (sigmoid)."""
+        return 0.0
 
     @abc.abstractmethod
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
@@ -46,7 +80,8 @@ class Prior(abc.ABC):
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns the derivative of ``prox(a, step)`` by ``a``, one number in [0, 1] per coordinate.
 
-        A prior that is not separable has a matrix instead: it raises here and offers :meth:`vjp`.
+        At a kink it is the one that autograd takes. A prior that is not separable has a matrix instead: it raises here
+        and offers :meth:`vjp`.
         """
 
     @abc.abstractmethod
@@ -65,7 +100,7 @@ class Prior(abc.ABC):
         if self.scale_free or is_unit(step):
             return a
         x = self.prox(a, step)
-        return x + (a - x) / step
+        return x + (a - x) / step_like(step, a)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"

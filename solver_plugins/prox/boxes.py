@@ -1,0 +1,120 @@
+"""Indicator functions of intervals: identity, ReLU, ReLU6, Hardtanh. Their proximal maps do not depend on the step."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from solver_plugins.errors import NotProximalError
+from solver_plugins.prox.base import Prior, Step, infinite_where
+from solver_plugins.prox.priors import register_prior
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class IdentityPrior(Prior):
+    """g = 0: no activation."""
+
+    name = "identity"
+    tags = frozenset({"activation", "indicator"})
+    scale_free = True
+
+    def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        """Returns ``argmin_x |x - a|^2 / (2 t) = a``."""
+        return a
+
+    def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return torch.ones_like(a)
+
+    def g(self, x: Tensor) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class ReluPrior(Prior):
+    """ReLU: the indicator function of x >= 0 (Table 1)."""
+
+    name = "relu"
+    tags = frozenset({"activation", "indicator", "paper"})
+    scale_free = True
+
+    def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        """Returns ``argmin_{x >= 0} |x - a|^2 / (2 t) = max(a, 0)``."""
+        return F.relu(a)
+
+    def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return (a > 0).to(a.dtype)
+
+    def g(self, x: Tensor) -> Tensor:
+        return infinite_where(x < 0, torch.zeros_like(x))
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class Relu6Prior(Prior):
+    """ReLU6: the indicator function of 0 <= x <= 6."""
+
+    name = "relu6"
+    tags = frozenset({"activation", "indicator"})
+    scale_free = True
+    bounded = True
+
+    def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        """Returns ``argmin_{0 <= x <= 6} |x - a|^2 / (2 t)``."""
+        return F.relu6(a)
+
+    def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return ((a > 0) & (a < 6)).to(a.dtype)
+
+    def g(self, x: Tensor) -> Tensor:
+        return infinite_where((x < 0) | (x > 6), torch.zeros_like(x))
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class HardtanhPrior(Prior):
+    """Hardtanh: the indicator function of min_val <= x <= max_val.
+
+    Args:
+        min_val: The lower end; may be ``-inf``.
+        max_val: The upper end; may be ``inf``.
+    """
+
+    min_val: float = -1.0
+    max_val: float = 1.0
+
+    name = "hardtanh"
+    tags = frozenset({"activation", "indicator"})
+    scale_free = True
+
+    def __post_init__(self) -> None:
+        if not self.min_val < self.max_val:
+            raise NotProximalError(f"A box needs min_val < max_val; found {self.min_val!r} and {self.max_val!r}.")
+
+    @property
+    def bounded(self) -> bool:
+        """Whether both ends are finite."""
+        return math.isfinite(self.min_val) and math.isfinite(self.max_val)
+
+    @property
+    def zero_argument(self) -> float | None:
+        """0 if the box contains it."""
+        return 0.0 if self.min_val <= 0 <= self.max_val else None
+
+    def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        """Returns ``argmin_{min_val <= x <= max_val} |x - a|^2 / (2 t)``."""
+        return F.hardtanh(a, self.min_val, self.max_val)
+
+    def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return ((a > self.min_val) & (a < self.max_val)).to(a.dtype)
+
+    def g(self, x: Tensor) -> Tensor:
+        return infinite_where((x < self.min_val) | (x > self.max_val), torch.zeros_like(x))

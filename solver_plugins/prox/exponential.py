@@ -1,0 +1,81 @@
+"""ELU and CELU: linear above 0, exponential below."""
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from solver_plugins.errors import NotProximalError
+from solver_plugins.prox.base import infinite_where
+from solver_plugins.prox.monotone import NewtonPrior
+from solver_plugins.prox.priors import register_prior
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class EluPrior(NewtonPrior):
+    """ELU: g(x) = (x + alpha) log(1 + x/alpha) - x - x^2/2 on -alpha <= x < 0, and 0 above.
+
+    Args:
+        alpha: Minus the limit at minus infinity, in [0, 1]; 0 is ReLU.
+    """
+
+    alpha: float = 1.0
+
+    name = "elu"
+    tags = frozenset({"activation"})
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise NotProximalError(
+                f"ELU is a proximal map only for alpha in [0, 1], for its slope below 0 is alpha exp(x); found {self.alpha!r}."
+            )
+
+    def activation(self, a: Tensor) -> Tensor:
+        return F.elu(a, self.alpha)
+
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        below = self.alpha * torch.exp(v.clamp(max=0))
+        return F.elu(v, self.alpha), torch.where(v > 0, torch.ones_like(v), below)
+
+    def g(self, x: Tensor) -> Tensor:
+        if self.alpha == 0:
+            return infinite_where(x < 0, torch.zeros_like(x))
+        inside = x.clamp(min=-self.alpha, max=0)
+        below = torch.xlogy(inside + self.alpha, 1 + inside / self.alpha) - inside - inside**2 / 2
+        return infinite_where(x < -self.alpha, below)
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class CeluPrior(NewtonPrior):
+    """CELU: g(x) = alpha ((x + alpha) log(1 + x/alpha) - x) - x^2/2 on -alpha <= x < 0, and 0 above.
+
+    Args:
+        alpha: Minus the limit at minus infinity, positive. The slope is ``exp(x/alpha) <= 1`` for any.
+    """
+
+    alpha: float = 1.0
+
+    name = "celu"
+    tags = frozenset({"activation"})
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise NotProximalError(f"CELU is a proximal map only for alpha > 0; found {self.alpha!r}.")
+
+    def activation(self, a: Tensor) -> Tensor:
+        return F.celu(a, self.alpha)
+
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        below = torch.exp(v.clamp(max=0) / self.alpha)
+        return F.celu(v, self.alpha), torch.where(v > 0, torch.ones_like(v), below)
+
+    def g(self, x: Tensor) -> Tensor:
+        inside = x.clamp(min=-self.alpha, max=0)
+        entropy = torch.xlogy(inside + self.alpha, 1 + inside / self.alpha) - inside
+        return infinite_where(x < -self.alpha, self.alpha * entropy - inside**2 / 2)

@@ -1,0 +1,160 @@
+"""Matrix priors (section 3.2): nuclear norm and positive semi-definite cone.
+
+A function of the singular or eigenvalues is differentiable wherever the scalar function is, also at repeated values:
+its derivative (Daleckii and Krein) needs only divided differences of the scalar function, which lie in [0, 1] for a
+proximal map. Differentiating through the factors, as autograd does, divides by the gaps between the values instead.
+The derivative is self-adjoint, so the backward map is the derivative itself. Second derivatives are refused.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from solver_plugins.errors import OptionError, ShapeError
+from solver_plugins.prox.base import Step, infinite_where, step_like, widened
+
+
+def prox_nuclear_norm(matrix: Tensor, step: Step = 1.0) -> Tensor:
+    """Returns ``argmin_X |X|_* + |X - matrix|^2 / (2 step)``: soft thresholding of the singular values.
+
+    Args:
+        matrix: Real, of shape ``(..., m, n)``.
+        step: The step, a number or a 0-d tensor; gradients flow to it too.
+
+    Raises:
+        ShapeError: If ``matrix`` has fewer than two dimensions.
+        OptionError: If the step is a number that is not positive, or a tensor with more than one element.
+    """
+    _check_matrix(matrix)
+    wide = widened(matrix)
+    threshold = torch.as_tensor(step_like(step, wide), dtype=wide.dtype, device=wide.device)
+    if threshold.ndim:
+        raise OptionError(f"The step must be a number or a 0-d tensor; found the shape {tuple(threshold.shape)}.")
+    result: Tensor = _NuclearNorm.apply(wide, threshold)[0]
+    return result.to(matrix.dtype)
+
+
+def nuclear_norm(x: Tensor) -> Tensor:
+    """Returns the sum of the singular values of each matrix in ``x``, of shape ``x.shape[:-2]``."""
+    _check_matrix(x)
+    return torch.linalg.svdvals(widened(x)).sum(-1)
+
+
+def prox_psd(matrix: Tensor) -> Tensor:
+    """Returns ``argmin_{X >= 0} |X - matrix|^2``: the nearest symmetric positive semi-definite matrix.
+
+    Args:
+        matrix: Real and square, of shape ``(..., n, n)``; only its symmetric part matters.
+
+    Raises:
+        ShapeError: If the matrices are not square.
+    """
+    _check_matrix(matrix, square=True)
+    wide = widened(matrix)
+    result: Tensor = _PositivePart.apply((wide + wide.mT) / 2)[0]
+    return result.to(matrix.dtype)
+
+
+def psd_indicator(x: Tensor, tolerance: float | None = None) -> Tensor:
+    """Returns 0 for each symmetric positive semi-definite matrix in ``x`` and infinity for any other.
+
+    Args:
+        x: Of shape ``(..., n, n)``.
+        tolerance: What is allowed of asymmetry and of negative eigenvalues, relative to the largest entry; by default
+            some units of rounding of the dtype.
+    """
+    _check_matrix(x, square=True)
+    wide = widened(x)
+    if tolerance is None:
+        tolerance = 8 * x.shape[-1] * torch.finfo(x.dtype).eps
+    slack = tolerance * wide.abs().amax((-2, -1))
+    skewed = (wide - wide.mT).abs().amax((-2, -1)) > slack
+    lowest = torch.linalg.eigvalsh((wide + wide.mT) / 2)[..., 0]
+    return infinite_where(skewed | (lowest < -slack), torch.zeros_like(lowest))
+
+
+class _NuclearNorm(torch.autograd.Function):
+    """``U max(S - t, 0) V^T``. The factors are outputs only because a saved tensor must be an input or an output."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrix: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        u, s, vh = torch.linalg.svd(matrix, full_matrices=False)
+        return (u * (s - threshold).clamp(min=0)[..., None, :]) @ vh, u, s, vh
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
+        _, u, s, vh = output
+        ctx.mark_non_differentiable(u, s, vh)
+        ctx.save_for_backward(u, s, vh, inputs[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+        u, s, vh, threshold = ctx.saved_tensors
+        shrunk = (s - threshold).clamp(min=0)
+        inner = u.mT @ grad @ vh.mT
+        symmetric, skew = (inner + inner.mT) / 2, (inner - inner.mT) / 2
+        # An odd function of the singular values: differences for the symmetric part, sums for the skew one.
+        sums = _ratio(shrunk[..., :, None] + shrunk[..., None, :], s[..., :, None] + s[..., None, :])
+        middle = _divided_difference(s, threshold) * symmetric + sums * skew
+        # The part of the gradient outside of both ranges is scaled by f(s)/s, from whichever side is the longer one.
+        scale = _ratio(shrunk, s)
+        result = u @ middle @ vh
+        result = result + (grad @ vh.mT - u @ inner) * scale[..., None, :] @ vh
+        result = result + u @ (scale[..., :, None] * (u.mT @ grad - inner @ vh))
+        kept = (s > threshold).to(s.dtype)
+        return result, -(kept * torch.diagonal(inner, dim1=-2, dim2=-1)).sum()
+
+
+class _PositivePart(torch.autograd.Function):
+    """``Q max(w, 0) Q^T`` of a symmetric matrix."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        w, q = torch.linalg.eigh(matrix)
+        return (q * w.clamp(min=0)[..., None, :]) @ q.mT, w, q
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, ...]) -> None:
+        _, w, q = output
+        ctx.mark_non_differentiable(w, q)
+        ctx.save_for_backward(w, q)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Tensor:
+        w, q = ctx.saved_tensors
+        inner = q.mT @ ((grad + grad.mT) / 2) @ q
+        return q @ (_divided_difference(w, torch.zeros_like(w[..., :1]).squeeze(-1)) * inner) @ q.mT
+
+
+def _divided_difference(values: Tensor, threshold: Tensor) -> Tensor:
+    """Returns ``(f(x_i) - f(x_j))/(x_i - x_j)`` of ``f(x) = max(x - threshold, 0)``: 1 if both lie above, 0 if none."""
+    shrunk = (values - threshold[..., None]).clamp(min=0)
+    above = values > threshold[..., None]
+    rows, columns = above[..., :, None], above[..., None, :]
+    # With one on either side the values differ, by at least what the upper one exceeds the threshold.
+    mixed = _ratio(
+        (shrunk[..., :, None] - shrunk[..., None, :]).abs(), (values[..., :, None] - values[..., None, :]).abs()
+    )
+    return torch.where(
+        rows & columns, torch.ones_like(mixed), torch.where(rows | columns, mixed, torch.zeros_like(mixed))
+    )
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Returns the quotient, 0 where the denominator is 0 (then so is the numerator)."""
+    safe = torch.where(denominator > 0, denominator, torch.ones_like(denominator))
+    return torch.where(denominator > 0, numerator / safe, torch.zeros_like(numerator))
+
+
+def _check_matrix(matrix: Tensor, square: bool = False) -> None:
+    if matrix.ndim < 2 or (square and matrix.shape[-1] != matrix.shape[-2]):
+        kind = "square matrices (..., n, n)" if square else "matrices (..., m, n)"
+        raise ShapeError(f"Expected {kind}; found the shape {tuple(matrix.shape)}.")

@@ -1,0 +1,159 @@
+"""Bounded S-shaped activations, exactly: tanh, sigmoid, atan, softsign, hardsigmoid."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from solver_plugins.prox.base import Prior, Step, infinite_where, is_unit, step_like, widened
+from solver_plugins.prox.monotone import NewtonPrior
+from solver_plugins.prox.priors import register_prior
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class TanhPrior(NewtonPrior):
+    """Tanh: g(x) = x atanh(x) + log(1 - x^2)/2 - x^2/2 on [-1, 1]."""
+
+    name = "tanh"
+    tags = frozenset({"activation"})
+    bounded = True
+
+    def activation(self, a: Tensor) -> Tensor:
+        return torch.tanh(a)
+
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        value = torch.tanh(v)
+        return value, (1 - value) * (1 + value)
+
+    def g(self, x: Tensor) -> Tensor:
+        # The same function as a binary entropy, which has its limits log(2) - 1/2 at both ends.
+        inside = x.clamp(-1, 1)
+        entropy = torch.special.xlog1py(1 + inside, inside) + torch.special.xlog1py(1 - inside, -inside)
+        return infinite_where(x.abs() > 1, entropy / 2 - inside**2 / 2)
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class SigmoidPrior(NewtonPrior):
+    """Sigmoid: g(x) = x log(x) + (1 - x) log(1 - x) - x^2/2 on [0, 1]."""
+
+    name = "sigmoid"
+    tags = frozenset({"activation"})
+    bounded = True
+    zero_argument = None
+
+    def activation(self, a: Tensor) -> Tensor:
+        return torch.sigmoid(a)
+
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        value = torch.sigmoid(v)
+        return value, value * (1 - value)
+
+    def g(self, x: Tensor) -> Tensor:
+        inside = x.clamp(0, 1)
+        entropy = torch.xlogy(inside, inside) + torch.special.xlog1py(1 - inside, -inside)
+        return infinite_where((x < 0) | (x > 1), entropy - inside**2 / 2)
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class AtanPrior(NewtonPrior):
+    """Arcus tangent: g(x) = -log(cos(x)) - x^2/2 on |x| < pi/2."""
+
+    name = "atan"
+    tags = frozenset({"activation"})
+    bounded = True
+
+    def activation(self, a: Tensor) -> Tensor:
+        return torch.atan(a)
+
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.atan(v), 1 / (1 + v * v)
+
+    def g(self, x: Tensor) -> Tensor:
+        outside = x.abs() >= math.pi / 2
+        inside = torch.where(outside, torch.zeros_like(x), x)
+        return infinite_where(outside, -torch.log(torch.cos(inside)) - inside**2 / 2)
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class SoftsignPrior(Prior):
+    """Softsign: g(x) = -|x| - log(1 - |x|) - x^2/2 on |x| < 1."""
+
+    name = "softsign"
+    tags = frozenset({"activation"})
+    bounded = True
+
+    def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        """Returns ``argmin_x g(x) + |x - a|^2 / (2 t)``.
+
+        Here ``t v + (1 - t) rho(v) = a`` is a quadratic equation: ``t v^2 + (1 - a) v - a = 0`` for ``a >= 0``.
+        """
+        if is_unit(step):
+            return F.softsign(a)
+        return F.softsign(self._root(widened(a), step)).to(a.dtype)
+
+    def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        wide = widened(a)
+        v = wide if is_unit(step) else self._root(wide, step)
+        slope = (1 + v.abs()) ** -2
+        step = step_like(step, wide)
+        return (slope / (step + (1 - step) * slope)).to(a.dtype)
+
+    def argument(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return a if is_unit(step) else self._root(widened(a), step).to(a.dtype)
+
+    def g(self, x: Tensor) -> Tensor:
+        size = x.abs()
+        inside = torch.where(size < 1, size, torch.zeros_like(x))
+        return infinite_where(size >= 1, -inside - torch.log1p(-inside) - inside**2 / 2)
+
+    def _root(self, a: Tensor, step: Step) -> Tensor:
+        step = step_like(step, a)
+        # Not abs(): its derivative at 0 is 0, that of the root is not.
+        size = torch.where(a < 0, -a, a)
+        root = torch.sqrt((1 - size) ** 2 + 4 * step * size)
+        # Each form where it adds two numbers of one sign.
+        small = 2 * size / ((1 - size).clamp(min=0) + root)
+        large = ((size - 1).clamp(min=0) + root) / (2 * step)
+        v = torch.where(size < 1, small, large)
+        return torch.where(a < 0, -v, v)
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class HardsigmoidPrior(Prior):
+    """Hardsigmoid: g(x) = 5 x^2/2 - 3 x on [0, 1]."""
+
+    name = "hardsigmoid"
+    tags = frozenset({"activation"})
+    bounded = True
+    zero_argument = -3.0
+
+    def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        """Returns ``argmin_{0 <= x <= 1} 5 x^2/2 - 3 x + |x - a|^2 / (2 t)``, the clipped ``(a + 3 t)/(1 + 5 t)``."""
+        if is_unit(step):
+            return F.hardsigmoid(a)
+        return self._line(a, step).clamp(0, 1)
+
+    def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        x = self._line(a, step)
+        inside = torch.ones_like(a) / (1 + 5 * step_like(step, a))
+        return torch.where((x > 0) & (x < 1), inside, torch.zeros_like(a))
+
+    def g(self, x: Tensor) -> Tensor:
+        return infinite_where((x < 0) | (x > 1), 2.5 * x**2 - 3 * x)
+
+    def _line(self, a: Tensor, step: Step) -> Tensor:
+        step = step_like(step, a)
+        return (a + 3 * step) / (1 + 5 * step)

@@ -1,0 +1,107 @@
+"""Softplus, LogSigmoid and the square root of softplus."""
+
+import math
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from solver_plugins.errors import NotProximalError
+from solver_plugins.prox.base import infinite_where
+from solver_plugins.prox.conjugate import conjugate_penalty
+from solver_plugins.prox.dilogarithm import dilogarithm_exp
+from solver_plugins.prox.monotone import NewtonPrior
+from solver_plugins.prox.priors import register_prior
+
+# F.softplus jumps down by log(1 + exp(-threshold))/beta where it turns linear. From here on float32 cannot see it.
+_LEAST_THRESHOLD = 15.0
+# ... and from here on float64 cannot.
+_SMOOTH_THRESHOLD = 40.0
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class SoftplusPrior(NewtonPrior):
+    """Softplus: g(x) = Li2(exp(-beta x)) / beta^2 on x >= 0.
+
+    Away from the unit step the smooth softplus is used; torch's own differs from it by ``log(1 + exp(-threshold))/beta``
+    (2e-9) just above ``beta x = threshold``.
+
+    Args:
+        beta: Its sharpness, positive.
+        threshold: Where torch turns to the linear function, at least 15: a lower one makes a visible jump down.
+    """
+
+    beta: float = 1.0
+    threshold: float = 20.0
+
+    name = "softplus"
+    tags = frozenset({"activation"})
+    zero_argument = None
+
+    def __post_init__(self) -> None:
+        if not self.beta > 0:
+            raise NotProximalError(f"Softplus is increasing only for beta > 0; found {self.beta!r}.")
+        if not self.threshold >= _LEAST_THRESHOLD:
+            drop = math.log1p(math.exp(-self.threshold)) / self.beta
+            raise NotProximalError(
+                f"Softplus with threshold {self.threshold!r} drops by {drop:.2g} there, so it is not monotone; "
+                f"a proximal map needs a threshold of at least {_LEAST_THRESHOLD:g} (torch's default is 20)."
+            )
+
+    def activation(self, a: Tensor) -> Tensor:
+        return F.softplus(a, self.beta, self.threshold)
+
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        return F.softplus(v, self.beta, max(self.threshold, _SMOOTH_THRESHOLD)), torch.sigmoid(self.beta * v)
+
+    def g(self, x: Tensor) -> Tensor:
+        return infinite_where(x < 0, dilogarithm_exp(self.beta * x.clamp(min=0)) / self.beta**2)
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class LogSigmoidPrior(NewtonPrior):
+    """LogSigmoid: g(x) = Li2(exp(x)) on x <= 0."""
+
+    name = "logsigmoid"
+    tags = frozenset({"activation"})
+    zero_argument = None
+
+    def activation(self, a: Tensor) -> Tensor:
+        return F.logsigmoid(a)
+
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        return F.logsigmoid(v), torch.sigmoid(-v)
+
+    def g(self, x: Tensor) -> Tensor:
+        return infinite_where(x > 0, dilogarithm_exp((-x).clamp(min=0)))
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class SqrtSoftplusPrior(NewtonPrior):
+    """Square root of softplus: increasing, with slopes below 1/3; g by quadrature, on x >= 0."""
+
+    name = "sqrt_softplus"
+    tags = frozenset({"activation"})
+    zero_argument = None
+
+    def activation(self, a: Tensor) -> Tensor:
+        return F.softplus(a).sqrt()
+
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        # softplus(v) = exp(v) far below, where its square root would underflow and its slope become 0/0.
+        far = v < -40
+        near = v.clamp(min=-40)
+        root = F.softplus(near, threshold=_SMOOTH_THRESHOLD).sqrt()
+        tail = torch.exp(v.clamp(max=0) / 2)
+        return torch.where(far, tail, root), torch.where(far, tail / 2, torch.sigmoid(near) / (2 * root))
+
+    def g(self, x: Tensor) -> Tensor:
+        return infinite_where(x < 0, conjugate_penalty(lambda v: self.value_and_slope(v)[0], x))
