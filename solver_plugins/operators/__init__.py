@@ -1,1 +1,44 @@
+"""Linear layers as operators ``A``: application and adjoint, Lipschitz constants, and sampling of their features."""
 
+from solver_plugins.operators.base import LinearOperator
+from solver_plugins.operators.build import operator_for, operator_from_kernel
+from solver_plugins.operators.conv import ConvMap
+from solver_plugins.operators.geometry import Geometry
+from solver_plugins.operators.layers import Reader, geometry_of, kernel_of, read_layer, reader_for, register_layer
+from solver_plugins.operators.linear import LinearMap
+from solver_plugins.operators.lipschitz import lipschitz_constant, lipschitz_from_kernel, rescaled_bound
+from solver_plugins.operators.sampling import (
+    expected_smoothness,
+    importance_mask,
+    importance_weights,
+    inclusion_probabilities,
+    tau_nice_mask,
+    tau_of,
+)
+from solver_plugins.operators.tracking import power_step, start_vectors
+
+__all__ = [
+    "ConvMap",
+    "Geometry",
+    "LinearMap",
+    "LinearOperator",
+    "Reader",
+    "expected_smoothness",
+    "geometry_of",
+    "importance_mask",
+    "importance_weights",
+    "inclusion_probabilities",
+    "kernel_of",
+    "lipschitz_constant",
+    "lipschitz_from_kernel",
+    "operator_for",
+    "operator_from_kernel",
+    "power_step",
+    "read_layer",
+    "reader_for",
+    "register_layer",
+    "rescaled_bound",
+    "start_vectors",
+    "tau_nice_mask",
+    "tau_of",
+]

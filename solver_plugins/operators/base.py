@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LinearOperator(abc.ABC):
     """A linear map ``A`` and its exact adjoint, for inputs of one size.
 

@@ -1,0 +1,133 @@
+"""A convolution as a linear operator, with its exact adjoint for every input size."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from solver_plugins.errors import ShapeError
+from solver_plugins.operators.base import LinearOperator
+from solver_plugins.operators.geometry import Geometry, Padding
+from solver_plugins.operators.padding import pad, pad_adjoint
+from solver_plugins.operators.precision import check_diagonal, match_dtype, scale_rows
+from solver_plugins.operators.symbol import column_suprema
+
+_CONV: tuple[Callable[..., Tensor], ...] = (functional.conv1d, functional.conv2d, functional.conv3d)
+_CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (
+    functional.conv_transpose1d,
+    functional.conv_transpose2d,
+    functional.conv_transpose3d,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ConvMap(LinearOperator):
+    """``A u = diag(d) (W * u)`` for inputs ``[..., n1, *input_size]``; dimensions in front are batch dimensions.
+
+    Attributes:
+        weight: ``W``, shape ``(n2, n1 / groups, *kernel_size)``.
+        diagonal: ``d``, shape ``(n2,)``, or None for ones.
+        geometry: Stride, padding, dilation and groups.
+        input_size: The spatial size of ``u``: the adjoint needs it, since a stride rounds the output size.
+    """
+
+    geometry: Geometry
+    input_size: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.geometry.dims <= 3 or self.weight.ndim != self.geometry.dims + 2:
+            raise ShapeError(
+                f"Expected a kernel [n2, n1/groups, *k] with the {self.geometry.dims} (1 to 3) spatial dimensions of its "
+                f"geometry; found shape {tuple(self.weight.shape)}."
+            )
+        if self.weight.shape[0] % self.geometry.groups:
+            raise ShapeError(
+                f"Expected {self.geometry.groups} groups to divide the outputs; found {self.weight.shape[0]}."
+            )
+        check_diagonal(self.diagonal, self.out_features)
+        self.geometry.output_size(self.kernel_size, self.input_size)
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1] * self.geometry.groups
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        """Taps per dimension."""
+        return tuple(self.weight.shape[2:])
+
+    @property
+    def output_size(self) -> tuple[int, ...]:
+        """The spatial size of ``A u``."""
+        return self.geometry.output_size(self.kernel_size, self.input_size)
+
+    @property
+    def problem_dims(self) -> tuple[int, ...]:
+        return tuple(range(-self.geometry.dims - 1, 0))
+
+    def apply(self, u: Tensor) -> Tensor:
+        u, batch = self._flatten(u, (self.in_features, *self.input_size), "input")
+        u = match_dtype(u, self.weight)
+        pads, own = self._split_padding()
+        for dim, (left, right) in zip(self.problem_dims[1:], pads, strict=True):
+            if left or right:
+                u = pad(u, dim, left, right, self.geometry.padding_mode)
+        geometry = self.geometry
+        conv = _CONV[geometry.dims - 1]
+        out = conv(u, self.weight, None, geometry.stride, own, geometry.dilation, geometry.groups)
+        return scale_rows(out.reshape(batch + out.shape[1:]), self.diagonal, geometry.dims)
+
+    def adjoint(self, x: Tensor) -> Tensor:
+        geometry = self.geometry
+        output_size = self.output_size
+        x, batch = self._flatten(x, (self.out_features, *output_size), "output")
+        x = match_dtype(scale_rows(x, self.diagonal, geometry.dims), self.weight)
+        pads, own = self._split_padding()
+        # A stride that does not divide the padded size leaves a remainder that no output has seen.
+        remainder = [
+            n + sum(sides) + 2 * p - (d * (k - 1) + 1) - (out - 1) * s
+            for n, sides, p, k, d, s, out in zip(
+                self.input_size,
+                pads,
+                own,
+                self.kernel_size,
+                geometry.dilation,
+                geometry.stride,
+                output_size,
+                strict=True,
+            )
+        ]
+        transpose = _CONV_TRANSPOSE[geometry.dims - 1]
+        u = transpose(x, self.weight, None, geometry.stride, own, remainder, geometry.groups, geometry.dilation)
+        for dim, (left, right) in zip(self.problem_dims[1:], pads, strict=True):
+            if left or right:
+                u = pad_adjoint(u, dim, left, right, geometry.padding_mode)
+        return u.reshape(batch + u.shape[1:])
+
+    def column_norms_sq(self) -> Tensor:
+        with torch.no_grad():
+            bound = column_suprema(self.weight, self.geometry, self.diagonal, self.input_size)
+            return bound.to(torch.promote_types(self.weight.dtype, torch.float32))
+
+    def _split_padding(self) -> tuple[Padding, tuple[int, ...]]:
+        """Returns the padding to do by hand and the (symmetric, zero) padding that the convolution does itself."""
+        pads = self.geometry.padding_for(self.kernel_size, self.input_size)
+        none = (0,) * self.geometry.dims
+        if self.geometry.padding_mode == "zeros" and all(left == right for left, right in pads):
+            return tuple((0, 0) for _ in pads), tuple(left for left, _ in pads)
+        return pads, none
+
+    def _flatten(self, x: Tensor, shape: tuple[int, ...], what: str) -> tuple[Tensor, torch.Size]:
+        """Checks the shape and merges all batch dimensions into one."""
+        if x.ndim < len(shape) or tuple(x.shape[-len(shape) :]) != shape:
+            raise ShapeError(
+                f"Expected an {what} of shape (..., {', '.join(map(str, shape))}); found {tuple(x.shape)}."
+            )
+        batch = x.shape[: x.ndim - len(shape)]
+        return (x if len(batch) == 1 else x.reshape((-1, *shape))), batch

@@ -1,0 +1,136 @@
+"""Reads a layer as a kernel and a :class:`Geometry`, from a small declarative table.
+
+Layers of other libraries are matched by qualified name over the class hierarchy, so that none of them is imported.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from solver_plugins.errors import UnsupportedLayerError
+from solver_plugins.operators.geometry import Geometry
+from solver_plugins.registry import Registry
+
+Reader = Callable[[nn.Module], tuple[Tensor, Geometry]]
+"""Returns the effective kernel ``[n2, n1/groups, *k]`` (a Linear: ``[n2, n1]``) and the geometry of a layer."""
+
+LAYERS: Registry[Reader] = Registry("layer")
+
+SUPPORTED = (
+    "torch.nn.Linear, torch.nn.Conv1d/Conv2d/Conv3d, timm's Conv2dSame, transformers' Conv1D, and subclasses of these "
+    "that keep their forward"
+)
+
+
+def register_layer(layer_class: type[nn.Module] | str, reader: Reader) -> None:
+    """Adds a layer class, and with it its subclasses that keep its forward.
+
+    Args:
+        layer_class: The class, or its qualified name ("package.module.Class") so that it need not be imported.
+        reader: Returns kernel and geometry; the layer must compute exactly that convolution plus a bias.
+
+    Raises:
+        DuplicateNameError: If the class has a reader already.
+    """
+    name = layer_class if isinstance(layer_class, str) else _qualified_name(layer_class)
+    LAYERS.register(name, reader)
+
+
+def geometry_of(layer: nn.Module) -> Geometry:
+    """Returns the geometry of a supported layer.
+
+    Raises:
+        UnsupportedLayerError: If the layer is not a convolution or Linear that the package can read.
+    """
+    return read_layer(layer)[1]
+
+
+def kernel_of(layer: nn.Module) -> Tensor:
+    """Returns the effective weight of a supported layer as a kernel ``[n2, n1/groups, *k]`` (Linear: ``[n2, n1]``).
+
+    Raises:
+        UnsupportedLayerError: If the layer is not a convolution or Linear that the package can read.
+    """
+    return read_layer(layer)[0]
+
+
+def read_layer(layer: nn.Module) -> tuple[Tensor, Geometry]:
+    """Returns kernel and geometry of a supported layer; raises like :func:`kernel_of`."""
+    kernel, geometry = reader_for(type(layer))(layer)
+    if isinstance(kernel, UninitializedParameter):
+        raise UnsupportedLayerError(
+            f"{type(layer).__qualname__} is a lazy layer whose weight has no shape yet; run one forward pass first."
+        )
+    return kernel, geometry
+
+
+def _inherited(layer_class: type, base: type) -> bool:
+    # _conv_forward is where torch's convolutions compute; a subclass may replace it and leave forward alone.
+    return all(
+        getattr(layer_class, name, None) is getattr(base, name, None)
+        for name in ("forward", "_conv_forward", "__call__")
+    )
+
+
+def reader_for(layer_class: type) -> Reader:
+    """Returns the reader of a layer class.
+
+    Raises:
+        UnsupportedLayerError: If there is none, with the reason.
+    """
+    for base in layer_class.__mro__:
+        name = _qualified_name(base)
+        if name not in LAYERS:
+            continue
+        if _inherited(layer_class, base):
+            return LAYERS.get(name)
+        raise UnsupportedLayerError(
+            f"{_qualified_name(layer_class)} is a {base.__name__} with a forward of its own, so its weight may not be "
+            f"what it applies (weight standardisation, quantisation, a cache). Expected {SUPPORTED}. "
+            "If it is a convolution of some kernel, say which with solver_plugins.operators.register_layer."
+        )
+    transposed = " Transposed convolutions are not supported." if "ConvTranspose" in layer_class.__name__ else ""
+    raise UnsupportedLayerError(
+        f"Cannot read {_qualified_name(layer_class)} as a linear operator.{transposed} Expected {SUPPORTED}, "
+        "or a class registered with solver_plugins.operators.register_layer."
+    )
+
+
+def _qualified_name(layer_class: type) -> str:
+    return f"{layer_class.__module__}.{layer_class.__qualname__}"
+
+
+def _read_linear(layer: nn.Module) -> tuple[Tensor, Geometry]:
+    """A matrix in torch's layout."""
+    return layer.weight, Geometry()
+
+
+def _read_transposed(layer: nn.Module) -> tuple[Tensor, Geometry]:
+    """A matrix stored as ``[n1, n2]``."""
+    return layer.weight.t(), Geometry()  # type: ignore[operator,return-value]
+
+
+def _read_conv(layer: nn.Module) -> tuple[Tensor, Geometry]:
+    """A torch convolution."""
+    conv: nn.Conv2d = layer  # type: ignore[assignment]
+    geometry = Geometry.for_conv(
+        conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
+    )
+    return conv.weight, geometry
+
+
+def _read_conv_same(layer: nn.Module) -> tuple[Tensor, Geometry]:
+    """A convolution with TensorFlow's dynamic SAME padding; its own padding arguments are not used."""
+    conv: nn.Conv2d = layer  # type: ignore[assignment]
+    stride, dilation = tuple(conv.stride), tuple(conv.dilation)
+    return conv.weight, Geometry(stride, "same_dynamic", dilation, conv.groups)
+
+
+for _class in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
+    register_layer(_class, _read_linear if _class is nn.Linear else _read_conv)
+register_layer("timm.layers.conv2d_same.Conv2dSame", _read_conv_same)
+register_layer("transformers.pytorch_utils.Conv1D", _read_transposed)
+# Both override forward, but only to write the same product differently.
+register_layer("timm.layers.linear.Linear", _read_linear)
+register_layer("transformers.models.falcon.modeling_falcon.FalconLinear", _read_linear)

@@ -1,0 +1,158 @@
+"""Random sets of input features with an exact count, uniform or by importance, and what they do to smoothness.
+
+Nothing here looks at a value on the host, so that sampling stalls no GPU and breaks no graph.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from solver_plugins.errors import OptionError
+
+_UNIT = 40
+"""Systematic sampling counts in steps of ``2^-40``: whole numbers, so that the count is exact."""
+
+
+def tau_of(p: float, n: int) -> int:
+    """Returns how many of ``n`` features a dropout rate ``p`` keeps: ``max(1, round((1 - p) n))``.
+
+    Raises:
+        OptionError: If ``p`` is not in ``[0, 1]`` or ``n`` is not positive.
+    """
+    if not 0 <= p <= 1 or n < 1:
+        raise OptionError(f"Expected a dropout rate in [0, 1] and at least one feature; found p={p}, n={n}.")
+    return max(1, round((1 - p) * n))
+
+
+def tau_nice_mask(
+    shape_of_batch: Sequence[int],
+    n: int,
+    tau: int,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draws tau-nice sets (Definition 3.1 of the paper): every subset of ``tau`` features is equally likely.
+
+    Args:
+        shape_of_batch: One set is drawn per element; ``()`` draws a single one to share.
+        n: How many features there are.
+        tau: How many are chosen, always exactly.
+        device: Where to draw.
+        dtype: Of the mask.
+        generator: Where randomness comes from; the global state by default.
+
+    Returns:
+        A mask of zeros and ones, shape ``(*shape_of_batch, n)``.
+    """
+    _check_count(n, tau)
+    shape = (*shape_of_batch, n)
+    if tau == n:
+        return torch.ones(shape, device=device, dtype=dtype)
+    keys = torch.rand(shape, device=device, generator=generator, dtype=torch.float32)
+    chosen = keys.topk(tau, dim=-1, sorted=False).indices
+    return torch.zeros(shape, device=device, dtype=dtype).scatter(-1, chosen, 1.0)
+
+
+def inclusion_probabilities(scores: Tensor, tau: int) -> Tensor:
+    """Returns ``pi_i = min(1, c s_i)`` with ``sum_i pi_i = tau`` along the last dimension.
+
+    The number ``m`` of features with ``pi = 1`` is found by sorting: the smallest one with
+    ``(tau - m) s_(m+1) <= sum_{i > m} s_(i)``. Where fewer than ``tau`` scores are positive, the features with score
+    zero share what is left equally; if none is positive, all do.
+
+    Args:
+        scores: Nonnegative importance, shape ``(..., n)``.
+        tau: How many features are to be chosen.
+    """
+    n = scores.shape[-1]
+    _check_count(n, tau)
+    work = _work_dtype(scores)
+    ordered, order = scores.to(work).clamp_min(0).sort(dim=-1, descending=True)
+    largest = ordered[..., :1]
+    ordered = ordered / torch.where(largest > 0, largest, torch.ones_like(largest))
+    # Summed from the small end: a difference from the total would cancel.
+    tails = ordered.flip(-1).cumsum(-1).flip(-1)
+    position = torch.arange(n, device=scores.device)
+    left = (tau - position).to(work)
+    fits = (left * ordered <= tails) | (position >= tau - 1)
+    capped = fits.to(torch.int8).argmax(-1, keepdim=True)
+    tail, rest = tails.gather(-1, capped), tau - capped
+    share = torch.where(
+        tail > 0, ordered * rest / torch.where(tail > 0, tail, torch.ones_like(tail)), (rest / (n - capped)).to(work)
+    )
+    sorted_probabilities = torch.where(position < capped, torch.ones_like(share), share).clamp_max(1)
+    probabilities = torch.zeros_like(sorted_probabilities).scatter(-1, order, sorted_probabilities)
+    return probabilities.to(torch.promote_types(scores.dtype, torch.float32))
+
+
+def importance_mask(probabilities: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
+    """Draws sets without replacement where feature ``i`` is in with probability ``pi_i`` and the count is exact.
+
+    Systematic sampling in a random order: the probabilities are laid end to end on ``[0, tau]`` and the features under
+    ``u, u + 1, ...`` are chosen, ``u`` uniform. Positions are whole multiples of ``2^-40``, and no feature is longer
+    than one unit, so that each is chosen at most once and rounding cannot change the count.
+
+    Args:
+        probabilities: From :func:`inclusion_probabilities`: in ``[0, 1]`` with a whole sum, shape ``(..., n)``.
+        generator: Where randomness comes from; the global state by default.
+
+    Returns:
+        A mask of zeros and ones of the same shape and dtype. ``importance_weights`` makes it unbiased.
+    """
+    work = _work_dtype(probabilities)
+    n, unit = probabilities.shape[-1], 1 << (_UNIT if work == torch.float64 else 20)
+    device = probabilities.device
+    order = torch.rand(probabilities.shape, device=device, generator=generator, dtype=torch.float32).argsort(-1)
+    ends = probabilities.to(work).gather(-1, order).cumsum(-1)
+    tau = ends[..., -1:].round()
+    total = (tau * unit).to(torch.int64)
+    ends = (ends * (tau / ends[..., -1:].clamp_min(torch.finfo(work).tiny)) * unit).round().to(torch.int64)
+    # Rounding may have made a feature longer than a unit: cut it (cummin), and let the end be reached from behind
+    # (maximum).
+    whole = torch.arange(1, n + 1, device=device) * unit
+    ends = (ends - whole).clamp_max(0).cummin(-1).values + whole
+    ends = torch.maximum(ends, total - (n * unit - whole))
+    shift = torch.rand((*probabilities.shape[:-1], 1), device=device, generator=generator, dtype=work) * unit
+    shift = shift.to(torch.int64).clamp_max(unit - 1)
+    counts = (ends - shift + (unit - 1)) // unit
+    chosen = torch.diff(counts, dim=-1, prepend=torch.zeros_like(counts[..., :1]))
+    return torch.zeros_like(probabilities).scatter(-1, order, chosen.to(probabilities.dtype))
+
+
+def importance_weights(mask: Tensor, probabilities: Tensor) -> Tensor:
+    """Returns ``mask / pi``, the weights with expectation one; zero where a feature is never chosen."""
+    possible = probabilities > 0
+    return torch.where(possible, mask / torch.where(possible, probabilities, torch.ones_like(probabilities)), 0.0)
+
+
+def expected_smoothness(L: Tensor, column_norms_sq: Tensor, n: int, tau: int) -> Tensor:
+    """Returns the expected-smoothness constant of tau-nice sampling (Gower et al. 2018).
+
+    ``L_tau = n(tau-1) / (tau(n-1)) L + (n-tau) / (tau(n-1)) max_i L_i`` with ``L_i = n |a_i|^2``. With ``H = A A^T``
+    and ``H_S = (n/tau) A_S A_S^T`` it holds that ``E |H_S x|^2 <= L_tau <x, H x>``.
+
+    Args:
+        L: ``lambda_max(A A^T)``, or a bound on it.
+        column_norms_sq: ``|a_i|^2``, shape ``(n,)``.
+        n: How many features there are.
+        tau: How many are chosen.
+    """
+    _check_count(n, tau)
+    if tau == n:
+        return L
+    largest = n * column_norms_sq.amax()
+    return (n * (tau - 1) * L + (n - tau) * largest) / (tau * (n - 1))
+
+
+def _check_count(n: int, tau: int) -> None:
+    if not 1 <= tau <= n or not math.isfinite(n):
+        raise OptionError(f"Expected 1 <= tau <= n; found tau={tau}, n={n}.")
+
+
+def _work_dtype(x: Tensor) -> torch.dtype:
+    # MPS has no float64.
+    return torch.float32 if x.device.type == "mps" else torch.float64
