@@ -28,15 +28,14 @@ def prox_for(activation: Activation, *args: Any, **kwargs: Any) -> Prior:
     """Returns the prior whose proximal map at the unit step is ``activation``.
 
     Args:
-        activation: None (no activation), a module, a function of torch or timm (also as ``functools.partial``), the name
-            of a registered prior, or a prior, which is returned as it is.
+        activation: None (no activation), a module, a function of torch or timm (also as ``functools.partial``), the
+            name of a registered prior, or a prior, which is returned as it is.
         *args: For a function: the parameters after its input, as in the call ``F.hardtanh(x, -2.0, 2.0)``.
         **kwargs: The same by name; for the name of a prior, its parameters.
 
     Raises:
-        NotProximalError: If it is the proximal map of nothing, with the reason (GELU, SiLU, SELU, a slope out of range), or
-            if it is not known, with how to declare it. There is no guessing: a subclass with a ``forward`` of its own is
-            not known.
+        NotProximalError: If it is the proximal map of nothing, with the reason (GELU, SELU, a slope out of range), or
+            if it is not known, with how to declare it. A subclass with a ``forward`` of its own is not known.
         UnknownNameError: If it is a string that is not registered.
         OptionError: If the parameters do not fit.
     """
@@ -65,9 +64,9 @@ def declare_activation(activation: type[nn.Module] | Callable[..., Any], prior: 
 
     Args:
         activation: A module class, or a function.
-        prior: The prior; or, where it depends on parameters, a function that builds it: from the module for a class, from
-            the parameters after the input for a function. For a function that is monotone with slopes in [0, 1] there
-            is :class:`~solver_plugins.prox.Monotone`; :func:`~solver_plugins.prox.check_monotone` tests that it is.
+        prior: The prior; or, where it depends on parameters, a function that builds it: from the module for a class,
+            from the parameters after the input for a function. For a function that is monotone with slopes in [0, 1]
+            there is :class:`~solver_plugins.prox.Monotone`; :func:`~solver_plugins.prox.check_monotone` tests it.
 
     Raises:
         DuplicateNameError: If the activation is known already, as a proximal map or as none.
@@ -147,8 +146,8 @@ def _rejection(name: str, reason: str) -> NotProximalError:
 
 def _unknown(what: str, declare: str) -> NotProximalError:
     return NotProximalError(
-        f"{what} is not known to be a proximal map. If it is monotone with slopes in [0, 1], say so: "
-        f"declare_activation({declare}, Monotone(function)), or give another prior; else it must stay outside of the solver."
+        f"{what} is not known to be a proximal map. If it is monotone with slopes in [0, 1], say so by "
+        f"declare_activation({declare}, Monotone(function)), or by another prior; otherwise keep it out of the solver."
     )
 
 

@@ -26,7 +26,7 @@ def step_like(step: Step, a: Tensor) -> Step:
     """Returns the step in the dtype of ``a``, so that a 0-d float64 step does not promote a 0-d float32 ``a``.
 
     Raises:
-        OptionError: If the step is a Python number that is not positive. A tensor is not looked at (see :func:`is_unit`).
+        OptionError: If the step is a number that is not positive. A tensor is not looked at, as in :func:`is_unit`.
     """
     if isinstance(step, Tensor):
         return step.to(a.dtype)
@@ -36,7 +36,7 @@ def step_like(step: Step, a: Tensor) -> Step:
 
 
 def widened(a: Tensor) -> Tensor:
-    """Returns ``a`` in float32 if its dtype is a half precision one: eight bits of mantissa cannot carry a Newton step."""
+    """Returns ``a`` in float32 if its dtype is a half precision one, whose mantissa cannot carry a Newton step."""
     return a.float() if a.dtype in (torch.bfloat16, torch.float16) else a
 
 
@@ -64,7 +64,7 @@ class Prior(abc.ABC):
 
     @property
     def bounded(self) -> bool:
-        """Whether the domain of ``g`` is bounded, so that every block problem has a minimiser, even with ``lam = 0``."""
+        """Whether the domain of ``g`` is bounded: then every block problem has a minimiser, even with ``lam = 0``."""
         return False
 
     @property
@@ -95,7 +95,7 @@ class Prior(abc.ABC):
     def argument(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``v`` with ``prox(v, 1) = prox(a, step)``: what to hand to an activation that stays outside.
 
-        With ``x = prox_{t g}(a)``, ``(a - x)/t`` is a subgradient of ``g`` at ``x``, hence ``x = prox_g(x + (a - x)/t)``.
+        With ``x = prox_{t g}(a)``, ``(a - x)/t`` is a subgradient of ``g`` at ``x``; so ``x = prox_g(x + (a - x)/t)``.
         """
         if self.scale_free or is_unit(step):
             return a

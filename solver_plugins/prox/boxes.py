@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
 from solver_plugins.prox.base import Prior, Step, infinite_where
@@ -46,7 +46,7 @@ class ReluPrior(Prior):
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_{x >= 0} |x - a|^2 / (2 t) = max(a, 0)``."""
-        return F.relu(a)
+        return functional.relu(a)
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         return (a > 0).to(a.dtype)
@@ -68,7 +68,7 @@ class Relu6Prior(Prior):
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_{0 <= x <= 6} |x - a|^2 / (2 t)``."""
-        return F.relu6(a)
+        return functional.relu6(a)
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         return ((a > 0) & (a < 6)).to(a.dtype)
@@ -111,7 +111,7 @@ class HardtanhPrior(Prior):
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_{min_val <= x <= max_val} |x - a|^2 / (2 t)``."""
-        return F.hardtanh(a, self.min_val, self.max_val)
+        return functional.hardtanh(a, self.min_val, self.max_val)
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         return ((a > self.min_val) & (a < self.max_val)).to(a.dtype)

@@ -11,8 +11,8 @@ _BERNOULLI = {2: 1 / 6, 4: -1 / 30, 6: 1 / 42, 8: -1 / 30, 10: 5 / 66, 12: -691 
 def dilogarithm_exp(y: Tensor) -> Tensor:
     """Returns ``Li2(exp(-y)) = sum_k exp(-k y)/k^2`` for ``y >= 0``; NaN below.
 
-    With ``w = -log(1 - z)``, ``Li2(z) = w - w^2/4 + sum_n B_2n w^(2n+1)/(2n+1)!`` converges like ``(w/2 pi)^(2n)``; it is
-    used for ``z <= 1/2``, and the reflection ``Li2(z) = pi^2/6 - log(z) log(1 - z) - Li2(1 - z)`` above.
+    With ``w = -log(1 - z)``, ``Li2(z) = w - w^2/4 + sum_n B_2n w^(2n+1)/(2n+1)!`` converges like ``(w/2 pi)^(2n)``;
+    it is used for ``z <= 1/2``, and the reflection ``Li2(z) = pi^2/6 - log(z) log(1 - z) - Li2(1 - z)`` above.
     """
     near = y < math.log(2)  # z > 1/2; there -log(1 - (1 - z)) = y
     w = torch.where(near, y, -torch.log1p(-torch.exp(-y)))

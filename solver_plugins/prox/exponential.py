@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
 from solver_plugins.prox.base import infinite_where
@@ -31,15 +31,15 @@ class EluPrior(NewtonPrior):
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
             raise NotProximalError(
-                f"ELU is a proximal map only for alpha in [0, 1], for its slope below 0 is alpha exp(x); found {self.alpha!r}."
+                f"ELU is a proximal map only for alpha in [0, 1] (its slope at 0 is alpha); found {self.alpha!r}."
             )
 
     def activation(self, a: Tensor) -> Tensor:
-        return F.elu(a, self.alpha)
+        return functional.elu(a, self.alpha)
 
     def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
         below = self.alpha * torch.exp(v.clamp(max=0))
-        return F.elu(v, self.alpha), torch.where(v > 0, torch.ones_like(v), below)
+        return functional.elu(v, self.alpha), torch.where(v > 0, torch.ones_like(v), below)
 
     def g(self, x: Tensor) -> Tensor:
         if self.alpha == 0:
@@ -69,11 +69,11 @@ class CeluPrior(NewtonPrior):
             raise NotProximalError(f"CELU is a proximal map only for alpha > 0; found {self.alpha!r}.")
 
     def activation(self, a: Tensor) -> Tensor:
-        return F.celu(a, self.alpha)
+        return functional.celu(a, self.alpha)
 
     def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
         below = torch.exp(v.clamp(max=0) / self.alpha)
-        return F.celu(v, self.alpha), torch.where(v > 0, torch.ones_like(v), below)
+        return functional.celu(v, self.alpha), torch.where(v > 0, torch.ones_like(v), below)
 
     def g(self, x: Tensor) -> Tensor:
         inside = x.clamp(min=-self.alpha, max=0)

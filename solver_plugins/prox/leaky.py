@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError, ShapeError
 from solver_plugins.prox.base import Prior, Step, is_unit, step_like
@@ -51,7 +51,7 @@ class LeakyReluPrior(Prior):
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x gam/2 max(-x, 0)^2 + |x - a|^2 / (2 t)``, ``gam = (1 - s)/s``."""
         if is_unit(step):
-            return F.leaky_relu(a, self.negative_slope)
+            return functional.leaky_relu(a, self.negative_slope)
         return torch.where(a > 0, a, a * _factor(self.negative_slope, step_like(step, a)))
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
@@ -90,7 +90,7 @@ class PreluPrior(Prior):
         """
         weight = self._weight()
         if is_unit(step):
-            return F.prelu(a, weight)
+            return functional.prelu(a, weight)
         return torch.where(a > 0, a, a * _factor(_as_channels(weight, a), step_like(step, a)))
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
@@ -131,6 +131,6 @@ def _as_channels(weight: Tensor, a: Tensor) -> Tensor:
         return weight.reshape(())
     if a.ndim < 2 or a.shape[1] != weight.numel():
         raise ShapeError(
-            f"PReLU has {weight.numel()} slopes, one per channel (dimension 1); found an input of shape {tuple(a.shape)}."
+            f"PReLU has {weight.numel()} slopes, one per channel (dimension 1); found the input shape {tuple(a.shape)}."
         )
     return weight.reshape(-1, *[1] * (a.ndim - 2))

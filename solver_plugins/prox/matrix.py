@@ -143,9 +143,8 @@ def _divided_difference(values: Tensor, threshold: Tensor) -> Tensor:
     mixed = _ratio(
         (shrunk[..., :, None] - shrunk[..., None, :]).abs(), (values[..., :, None] - values[..., None, :]).abs()
     )
-    return torch.where(
-        rows & columns, torch.ones_like(mixed), torch.where(rows | columns, mixed, torch.zeros_like(mixed))
-    )
+    mixed = torch.where(rows | columns, mixed, torch.zeros_like(mixed))
+    return torch.where(rows & columns, torch.ones_like(mixed), mixed)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:

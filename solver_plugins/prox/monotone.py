@@ -83,7 +83,7 @@ class Monotone(NewtonPrior):
     def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
         if self.slope is not None:
             return self.function(v), self.slope(v)
-        value, pull = torch.func.vjp(self.function, v)
+        value, pull = torch.func.vjp(self.function, v)  # type: ignore[misc]  # three results with has_aux only
         return value, pull(torch.ones_like(value))[0]
 
     def g(self, x: Tensor) -> Tensor:

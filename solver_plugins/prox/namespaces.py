@@ -4,9 +4,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch.nn import functional
 
-_NAMESPACES = (torch, F, torch.Tensor, torch.special, torch._C._nn)
+_NAMESPACES = (torch, functional, torch.Tensor, torch.special, torch._C._nn)
 
 
 def torch_functions(name: str) -> set[Callable[..., Any]]:

@@ -7,20 +7,24 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.errors import OptionError, RegistrationError, did_you_mean
 from solver_plugins.prox.base import Prior
 from solver_plugins.registry import Registry
 
 P = TypeVar("P", bound=type[Prior])
 
-PRIORS: Registry[type[Prior]] = Registry("prior", entry_point_group="solver_plugins.priors")
+
+def _check(name: str, prior: Any) -> None:
+    if not (inspect.isclass(prior) and issubclass(prior, Prior)):
+        raise RegistrationError(f"Prior {name!r} has to be a subclass of solver_plugins.prox.Prior; found {prior!r}.")
+
+
+PRIORS: Registry[type[Prior]] = Registry("prior", entry_point_group="solver_plugins.priors", check=_check)
 
 
 def register_prior(prior: P) -> P:
     """Class decorator: registers a prior under its ``name``; the first line of its docstring is the description."""
-    if not (inspect.isclass(prior) and issubclass(prior, Prior) and hasattr(prior, "name")):
-        raise OptionError(f"A prior is a subclass of solver_plugins.prox.Prior with a name; found {prior!r}.")
-    PRIORS.register(prior.name, prior, tags=prior.tags)
+    PRIORS.register(getattr(prior, "name", ""), prior, tags=getattr(prior, "tags", ()))
     return prior
 
 

@@ -30,7 +30,7 @@ _XIELU = "its slope grows without bound above 0, and a proximal map is 1-Lipschi
 _LAPLACE = "its slope reaches 1.41 at x = 0.707, and a proximal map is 1-Lipschitz"
 _HARDSHRINK = "it jumps at +-lambd, and a proximal map is continuous"
 _RRELU = "its slope is drawn at random in training, so it is not one map; use LeakyReLU or PReLU"
-_GLU = "it multiplies one half of its input by a function of the other, which is not monotone"
+_GLU = "it maps 2n numbers to n, and a proximal map stays in its space"
 _SOFTMIN = "it decreases in its own argument, and every proximal map is monotone"
 _LOG_SOFTMAX = "its Jacobian is not symmetric, so it is not a gradient, and every proximal map is one"
 _FUNCTIONAL_PRELU = "its slope is a bare tensor here; pass the nn.PReLU module that owns it"

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
 from solver_plugins.prox.base import Prior, Step, is_unit, step_like
@@ -36,7 +36,7 @@ class SoftshrinkPrior(Prior):
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x lambd |x| + |x - a|^2 / (2 t)``: soft thresholding at ``t lambd``."""
         if is_unit(step):
-            return F.softshrink(a, self.lambd)
+            return functional.softshrink(a, self.lambd)
         threshold = self.lambd * step_like(step, a)
         return a - torch.clamp(a, -threshold, threshold)  # type: ignore[arg-type]
 
@@ -57,12 +57,12 @@ class TanhshrinkPrior(NewtonPrior):
     tags = frozenset({"activation"})
 
     def activation(self, a: Tensor) -> Tensor:
-        return F.tanhshrink(a)
+        return functional.tanhshrink(a)
 
     def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
         value = torch.tanh(v)
         return v - value, value * value
 
     def g(self, x: Tensor) -> Tensor:
-        v = inverse(F.tanhshrink, x.detach().double()).to(x.dtype)
+        v = inverse(functional.tanhshrink, x.detach().double()).to(x.dtype)
         return torch.logaddexp(v, -v) - torch.log(torch.full_like(v, 2.0)) - torch.tanh(v) ** 2 / 2

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from solver_plugins.prox.base import Prior, Step, infinite_where, is_unit, step_like, widened
 from solver_plugins.prox.monotone import NewtonPrior
@@ -99,8 +99,8 @@ class SoftsignPrior(Prior):
         Here ``t v + (1 - t) rho(v) = a`` is a quadratic equation: ``t v^2 + (1 - a) v - a = 0`` for ``a >= 0``.
         """
         if is_unit(step):
-            return F.softsign(a)
-        return F.softsign(self._root(widened(a), step)).to(a.dtype)
+            return functional.softsign(a)
+        return functional.softsign(self._root(widened(a), step)).to(a.dtype)
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         wide = widened(a)
@@ -143,7 +143,7 @@ class HardsigmoidPrior(Prior):
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_{0 <= x <= 1} 5 x^2/2 - 3 x + |x - a|^2 / (2 t)``, the clipped ``(a + 3 t)/(1 + 5 t)``."""
         if is_unit(step):
-            return F.hardsigmoid(a)
+            return functional.hardsigmoid(a)
         return self._line(a, step).clamp(0, 1)
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
 from solver_plugins.prox.base import infinite_where
@@ -27,8 +27,8 @@ _SMOOTH_THRESHOLD = 40.0
 class SoftplusPrior(NewtonPrior):
     """Softplus: g(x) = Li2(exp(-beta x)) / beta^2 on x >= 0.
 
-    Away from the unit step the smooth softplus is used; torch's own differs from it by ``log(1 + exp(-threshold))/beta``
-    (2e-9) just above ``beta x = threshold``.
+    Away from the unit step the smooth softplus is used; torch's own differs from it by
+    ``log(1 + exp(-threshold))/beta`` (2e-9) just above ``beta x = threshold``.
 
     Args:
         beta: Its sharpness, positive.
@@ -53,10 +53,10 @@ class SoftplusPrior(NewtonPrior):
             )
 
     def activation(self, a: Tensor) -> Tensor:
-        return F.softplus(a, self.beta, self.threshold)
+        return functional.softplus(a, self.beta, self.threshold)
 
     def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        return F.softplus(v, self.beta, max(self.threshold, _SMOOTH_THRESHOLD)), torch.sigmoid(self.beta * v)
+        return functional.softplus(v, self.beta, max(self.threshold, _SMOOTH_THRESHOLD)), torch.sigmoid(self.beta * v)
 
     def g(self, x: Tensor) -> Tensor:
         return infinite_where(x < 0, dilogarithm_exp(self.beta * x.clamp(min=0)) / self.beta**2)
@@ -73,10 +73,10 @@ class LogSigmoidPrior(NewtonPrior):
     zero_argument = None
 
     def activation(self, a: Tensor) -> Tensor:
-        return F.logsigmoid(a)
+        return functional.logsigmoid(a)
 
     def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        return F.logsigmoid(v), torch.sigmoid(-v)
+        return functional.logsigmoid(v), torch.sigmoid(-v)
 
     def g(self, x: Tensor) -> Tensor:
         return infinite_where(x > 0, dilogarithm_exp((-x).clamp(min=0)))
@@ -93,13 +93,13 @@ class SqrtSoftplusPrior(NewtonPrior):
     zero_argument = None
 
     def activation(self, a: Tensor) -> Tensor:
-        return F.softplus(a).sqrt()
+        return functional.softplus(a).sqrt()
 
     def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
         # softplus(v) = exp(v) far below, where its square root would underflow and its slope become 0/0.
         far = v < -40
         near = v.clamp(min=-40)
-        root = F.softplus(near, threshold=_SMOOTH_THRESHOLD).sqrt()
+        root = functional.softplus(near, threshold=_SMOOTH_THRESHOLD).sqrt()
         tail = torch.exp(v.clamp(max=0) / 2)
         return torch.where(far, tail, root), torch.where(far, tail / 2, torch.sigmoid(near) / (2 * root))
 

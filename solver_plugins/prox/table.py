@@ -8,8 +8,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
-
 from solver_plugins.errors import NotProximalError, OptionError
 from solver_plugins.prox.base import Prior
 from solver_plugins.prox.boxes import HardtanhPrior, IdentityPrior, Relu6Prior, ReluPrior
@@ -30,8 +28,8 @@ FunctionFactory = Callable[..., Prior]
 def _threshold(threshold: float, value: float, inplace: bool = False) -> Prior:
     if threshold != value:
         raise NotProximalError(
-            f"Threshold({threshold!r}, {value!r}) is not a proximal map: it jumps at the threshold, and a proximal map is "
-            "continuous. It is one where both numbers are equal."
+            f"Threshold({threshold!r}, {value!r}) is not a proximal map: it jumps at the threshold, and a proximal map "
+            "is continuous. It is one where both numbers are equal."
         )
     return HardtanhPrior(threshold, math.inf)
 
@@ -161,8 +159,3 @@ def bind(factory: FunctionFactory, label: str, args: tuple[Any, ...], kwargs: di
         valid = ", ".join(signature.parameters) or "none"
         raise OptionError(f"{label}: {error}; parameters after the input: {valid}.") from None
     return factory(*bound.args, **bound.kwargs)
-
-
-def is_activation_class(cls: type) -> bool:
-    """Whether a class can be an activation module."""
-    return issubclass(cls, nn.Module)
