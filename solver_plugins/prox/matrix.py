@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from solver_plugins.errors import OptionError, ShapeError
 from solver_plugins.prox.base import Step, infinite_where, step_like, widened
@@ -89,25 +88,29 @@ class _NuclearNorm(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, ...]) -> None:
         _, u, s, vh = output
         ctx.mark_non_differentiable(u, s, vh)
-        ctx.save_for_backward(u, s, vh, inputs[1])
+        ctx.save_for_backward(*inputs, u, s, vh)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-        u, s, vh, threshold = ctx.saved_tensors
-        shrunk = (s - threshold).clamp(min=0)
-        inner = u.mT @ grad @ vh.mT
-        symmetric, skew = (inner + inner.mT) / 2, (inner - inner.mT) / 2
-        # An odd function of the singular values: differences for the symmetric part, sums for the skew one.
-        sums = _ratio(shrunk[..., :, None] + shrunk[..., None, :], s[..., :, None] + s[..., None, :])
-        middle = _divided_difference(s, threshold) * symmetric + sums * skew
-        # The part of the gradient outside of both ranges is scaled by f(s)/s, from whichever side is the longer one.
-        scale = _ratio(shrunk, s)
-        result = u @ middle @ vh
-        result = result + (grad @ vh.mT - u @ inner) * scale[..., None, :] @ vh
-        result = result + u @ (scale[..., :, None] * (u.mT @ grad - inner @ vh))
-        kept = (s > threshold).to(s.dtype)
-        return result, -(kept * torch.diagonal(inner, dim1=-2, dim2=-1)).sum()
+        matrix, threshold, u, s, vh = ctx.saved_tensors
+        by_matrix, by_threshold = _nuclear_norm_backward(grad.detach(), threshold.detach(), u, s, vh)
+        return _Once.apply(by_matrix, grad, matrix, threshold), _Once.apply(by_threshold, grad, matrix, threshold)
+
+
+def _nuclear_norm_backward(grad: Tensor, threshold: Tensor, u: Tensor, s: Tensor, vh: Tensor) -> tuple[Tensor, Tensor]:
+    shrunk = (s - threshold).clamp(min=0)
+    inner = u.mT @ grad @ vh.mT
+    symmetric, skew = (inner + inner.mT) / 2, (inner - inner.mT) / 2
+    # An odd function of the singular values: differences for the symmetric part, sums for the skew one.
+    sums = _ratio(shrunk[..., :, None] + shrunk[..., None, :], s[..., :, None] + s[..., None, :])
+    middle = _divided_difference(s, threshold) * symmetric + sums * skew
+    # The part of the gradient outside of both ranges is scaled by f(s)/s, from whichever side is the longer one.
+    scale = _ratio(shrunk, s)
+    result = u @ middle @ vh
+    result = result + (grad @ vh.mT - u @ inner) * scale[..., None, :] @ vh
+    result = result + u @ (scale[..., :, None] * (u.mT @ grad - inner @ vh))
+    kept = (s > threshold).to(s.dtype)
+    return result, -(kept * torch.diagonal(inner, dim1=-2, dim2=-1)).sum()
 
 
 class _PositivePart(torch.autograd.Function):
@@ -124,14 +127,34 @@ class _PositivePart(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, ...]) -> None:
         _, w, q = output
         ctx.mark_non_differentiable(w, q)
-        ctx.save_for_backward(w, q)
+        ctx.save_for_backward(*inputs, w, q)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor, *_: Tensor) -> Tensor:
-        w, q = ctx.saved_tensors
-        inner = q.mT @ ((grad + grad.mT) / 2) @ q
-        return q @ (_divided_difference(w, torch.zeros_like(w[..., :1]).squeeze(-1)) * inner) @ q.mT
+        matrix, w, q = ctx.saved_tensors
+        inner = q.mT @ grad.detach() @ q
+        return _Once.apply(q @ (_divided_difference(w, w.new_zeros(())) * inner) @ q.mT, grad, matrix)
+
+
+class _Once(torch.autograd.Function):
+    """Passes on its first input, a first derivative, and refuses to be differentiated by what it was computed from.
+
+    ``once_differentiable`` cuts that connection, so ``torch.autograd.grad`` would take a second derivative for zero.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(derivative: Tensor, *sources: Tensor) -> Tensor:
+        return derivative.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError("The proximal maps of matrix priors have no second derivatives.")
 
 
 def _divided_difference(values: Tensor, threshold: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from solver_plugins.errors import NotProximalError
 from solver_plugins.prox.base import Prior, Step, is_unit, step_like, widened
 from solver_plugins.prox.conjugate import conjugate_penalty
-from solver_plugins.prox.newton import solve
+from solver_plugins.prox.newton import STEPS, solve
 from solver_plugins.prox.priors import register_prior
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -19,6 +19,11 @@ Elementwise = Callable[[Tensor], Tensor]
 
 class NewtonPrior(Prior):
     """A prior given by its activation ``rho``: ``prox_{t g}(a) = rho(v)`` with ``t v + (1 - t) rho(v) = a``."""
+
+    @property
+    def newton_steps(self) -> int:
+        """The number of Newton steps that this activation needs."""
+        return STEPS
 
     @abc.abstractmethod
     def activation(self, a: Tensor) -> Tensor:
@@ -49,7 +54,7 @@ class NewtonPrior(Prior):
         return a if is_unit(step) else self._root(widened(a), step).to(a.dtype)
 
     def _root(self, a: Tensor, step: Step) -> Tensor:
-        return solve(self.value_and_slope, a, step_like(step, a))
+        return solve(self.value_and_slope, a, step_like(step, a), self.newton_steps)
 
 
 @register_prior
@@ -66,6 +71,8 @@ class Monotone(NewtonPrior):
         penalty: The terms of ``g``. Found by quadrature, up to a constant, if not given.
         bounded: Whether ``rho`` has a bounded range.
         zero_argument: A number ``v`` with ``rho(v) = 0``, if there is one.
+        newton_steps: The number of Newton steps. More than for the built-in activations by default: a function with
+            several steep parts sends Newton to and fro between them.
     """
 
     function: Elementwise
@@ -73,6 +80,7 @@ class Monotone(NewtonPrior):
     penalty: Elementwise | None = None
     bounded: bool = False
     zero_argument: float | None = None
+    newton_steps: int = 16
 
     name = "monotone"
     tags = frozenset({"activation"})
@@ -105,6 +113,6 @@ def check_monotone(function: Elementwise, lower: float = -30.0, upper: float = 3
     v = torch.linspace(lower, upper, points, dtype=torch.float64)
     with torch.no_grad():
         rates = torch.diff(function(v)) / torch.diff(v)
-    for bad, what in ((rates < -1e-9, "decreases"), (rates > 1 + 1e-9, "is steeper than 1"), (rates.isnan(), "is NaN")):
+    for bad, what in ((rates.isnan(), "is NaN"), (rates < -1e-9, "decreases"), (rates > 1 + 1e-9, "is steeper than 1")):
         if bad.any():
             raise NotProximalError(f"Not a proximal map: the function {what} near {v[bad.int().argmax()].item():.4g}.")

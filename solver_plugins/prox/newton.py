@@ -18,25 +18,31 @@ from solver_plugins.prox.base import Step
 ValueAndSlope = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Maps ``v`` to ``(rho(v), rho'(v))``."""
 
-BRACKETED_STEPS = 10
-"""Enough for steps from 1e-4 to 1e3 in float64. The count is fixed: a data-dependent one would break a graph."""
+STEPS = 10
+"""Enough for the smooth activations of torch at steps from 1e-4 to 1e3, in float64."""
 
 
-def solve(value_and_slope: ValueAndSlope, a: Tensor, step: Step) -> Tensor:
+def solve(value_and_slope: ValueAndSlope, a: Tensor, step: Step, steps: int = STEPS) -> Tensor:
     """Returns the root ``v`` of ``F``, differentiable in ``a``, in the step and in the parameters of ``rho``.
 
     The root is found outside of autograd. Two plain Newton steps from there leave its value as it is and put its
     derivatives right: the first one those of order one, the second one those of order two and three.
+
+    Args:
+        value_and_slope: The activation and its derivative.
+        a: The argument of the proximal map.
+        step: The step of the proximal map.
+        steps: The number of Newton steps. It is fixed: a stopping rule would look at the data, and break a graph.
     """
     with torch.no_grad():
-        v = _bracketed(value_and_slope, a.detach(), step.detach() if isinstance(step, Tensor) else step)
+        v = _bracketed(value_and_slope, a.detach(), step.detach() if isinstance(step, Tensor) else step, steps)
     for _ in range(2):
         residual, slope = _residual(value_and_slope, v, a, step)
         v = v - residual / slope
     return v
 
 
-def _bracketed(value_and_slope: ValueAndSlope, a: Tensor, step: Step) -> Tensor:
+def _bracketed(value_and_slope: ValueAndSlope, a: Tensor, step: Step, steps: int) -> Tensor:
     """Newton from ``a`` or 0, with bisection where it would leave the bracket or jump to and fro (S-shaped ``rho``)."""
     least = step.clamp(max=1.0) if isinstance(step, Tensor) else min(step, 1.0)
     zero = torch.zeros_like(a)
@@ -50,7 +56,7 @@ def _bracketed(value_and_slope: ValueAndSlope, a: Tensor, step: Step) -> Tensor:
     v = torch.where(nearer, zero, a)
     residual, slope = torch.where(nearer, residual_0, residual), torch.where(nearer, slope_0, slope)
     flipped = torch.zeros_like(a, dtype=torch.bool)
-    for _ in range(BRACKETED_STEPS):
+    for _ in range(steps):
         newton = v - residual / slope
         # A step on one side of the root may be as long as it likes; one that comes back must gain on bisection.
         wild = (newton < low) | (newton > high) | (flipped & ((newton - v).abs() > (high - low) / 2))

@@ -1,4 +1,4 @@
-"""One row per registered prior: instances to test, the torch activation, the domain of ``g``, and where it has kinks."""
+"""One row per registered prior: instances to test, the torch activation, the domain of ``g``, and its kinks."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from solver_plugins.prox import PRIORS, Prior, make_prior
+from solver_plugins.prox import Prior, make_prior
 
 INF = math.inf
 STEPS = (1e-3, 0.05, 0.9, 1.0, 1.7, 20.0)
@@ -125,7 +125,9 @@ each_activation = pytest.mark.parametrize("case", [case for case in CASES if cas
 
 def grid(dtype: torch.dtype = torch.float64) -> Tensor:
     """Arguments on both sides of everything, none of them on a kink of any case."""
-    return torch.cat([torch.linspace(-9.03, 9.07, 41, dtype=dtype), torch.tensor([-40.1, -1e-3, 1e-3, 40.3], dtype=dtype)])
+    return torch.cat(
+        [torch.linspace(-9.03, 9.07, 41, dtype=dtype), torch.tensor([-40.1, -1e-3, 1e-3, 40.3], dtype=dtype)]
+    )
 
 
 def away_from_kinks(prior: Prior, case: Case, a: Tensor, step: float, distance: float = 1e-3) -> Tensor:
@@ -136,5 +138,3 @@ def away_from_kinks(prior: Prior, case: Case, a: Tensor, step: float, distance: 
         keep &= (v - kink).abs() > distance
         keep &= (a - kink).abs() > distance
     return a[keep]
-
-

@@ -95,9 +95,11 @@ def test_gradients_are_finite_at_kinks():
 
 def test_second_derivatives_are_refused():
     a = random(3, 3).requires_grad_()
-    (gradient,) = torch.autograd.grad(prox_psd(a).square().sum(), a, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        torch.autograd.grad(gradient.sum(), a)
+    for prox in (prox_psd, prox_nuclear_norm):
+        (gradient,) = torch.autograd.grad(prox(a).square().sum(), a, create_graph=True)
+        # The second term ties a to the result by another path: a refusal must not depend on there being none.
+        with pytest.raises(RuntimeError, match="no second derivatives"):
+            torch.autograd.grad((gradient * a).sum(), a)
 
 
 def test_vmap_and_half_precision():

@@ -52,7 +52,7 @@ def test_one_slope_fits_any_shape_and_many_only_theirs():
 @pytest.mark.parametrize("step", [0.3, 1.0, 4.0])
 def test_gradients_reach_the_slope(step):
     module = per_channel(0.2, 0.6)
-    a = torch.randn(5, 2, dtype=torch.float64, requires_grad=True)
+    a = torch.tensor([[-0.7, 1.2], [0.4, -2.1], [-1.5, -0.3]], dtype=torch.float64, requires_grad=True)
     prior = PreluPrior(module)
     assert prior.learnable
     prior.prox(a, step).square().sum().backward()
@@ -90,7 +90,9 @@ def test_dry_runs_on_the_meta_device_are_let_through():
     assert prior.prox(torch.randn(3, device="meta"), 0.5).shape == (3,)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
 def test_a_copy_of_both_stays_a_pair(clone):
     module = nn.PReLU()
     new_module, new_prior = clone((module, prox_for(module)))

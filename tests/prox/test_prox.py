@@ -38,6 +38,7 @@ def test_a_unit_step_given_as_a_tensor(case: Case):
         case.make().prox(a, torch.tensor(1.0, dtype=torch.float64)), case.activation(a), rtol=1e-12, atol=3e-9
     )
 
+
 QUADRATURE = {"sqrt_softplus", "tanhshrink", "monotone"}
 """Priors whose g is computed numerically: slow, so at fewer points."""
 
