@@ -35,6 +35,8 @@ def _threshold(threshold: float, value: float, inplace: bool = False) -> Prior:
 
 
 def _box(min: float | None = None, max: float | None = None) -> Prior:
+    if not all(bound is None or isinstance(bound, int | float) for bound in (min, max)):
+        raise NotProximalError("A clamp is read as a prior only if its bounds are Python numbers; found a tensor.")
     return HardtanhPrior(-math.inf if min is None else min, math.inf if max is None else max)
 
 

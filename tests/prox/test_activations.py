@@ -228,6 +228,7 @@ def test_what_is_not_monotone_is_refused(activation):
         (nn.ELU(2.0), r"alpha in \[0, 1\].*found 2.0"),
         (nn.CELU(-1.0), "alpha > 0"),
         (nn.Softplus(threshold=2.0), "drops by"),
+        (functools.partial(torch.clamp, min=torch.zeros(3)), "bounds are Python numbers"),
         (nn.ReLU, "pass an instance"),
         (3.0, "found 3.0"),
     ],

@@ -41,7 +41,7 @@ def test_the_derivative_at_a_kink_is_that_of_autograd(case: Case):
 
 
 @each_case
-@pytest.mark.parametrize("step", [0.05, 1.0, 5.0])
+@pytest.mark.parametrize("step", [0.05, 1.0])
 def test_gradcheck_and_gradgradcheck(case: Case, step):
     prior = case.make()
     a = torch.tensor([-3.3, -0.23, 0.88, 1.71], dtype=torch.float64)
@@ -55,8 +55,8 @@ def test_gradcheck_and_gradgradcheck(case: Case, step):
 def test_gradients_reach_a_step_that_is_a_tensor(case: Case):
     prior = case.make()
     a = torch.tensor([-0.81, 1.77], dtype=torch.float64)
-    step = torch.tensor(0.6, dtype=torch.float64, requires_grad=True)
-    a = away_from_kinks(prior, case, a, 0.6).requires_grad_()
+    step = torch.tensor(5.0, dtype=torch.float64, requires_grad=True)
+    a = away_from_kinks(prior, case, a, 5.0).requires_grad_()
     assert gradcheck(prior.prox, (a, step))
     if not prior.scale_free:
         assert gradgradcheck(prior.prox, (a, step))

@@ -114,7 +114,7 @@ class Block(nn.Module):
         return self.prior.prox(a, self.step)
 
 
-@pytest.mark.parametrize("name", ["tanh", "softshrink", "tanh_barrier", "hardsigmoid", "softsign"])
+@pytest.mark.parametrize("name", ["tanh", "softshrink", "softsign", "hardsigmoid"])
 def test_a_step_on_the_device_compiles_without_a_graph_break(name):
     torch.compiler.reset()
     block = Block(make_prior(name))

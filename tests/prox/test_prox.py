@@ -58,7 +58,7 @@ def _bracket(case: Case, a: float, step: float) -> tuple[float, float]:
 @pytest.mark.parametrize("step", [1e-3, 0.05, 0.5, 20.0])
 def test_it_minimises(case: Case, step):
     prior = case.make()
-    for a in (-1.1, 0.97) if case.name in QUADRATURE else (-7.3, -1.1, -0.2, 0.97, 4.4):
+    for a in (-1.1,) if case.name in QUADRATURE else (-7.3, -0.2, 0.97):
         x = prior.prox(torch.tensor([a], dtype=torch.float64), step).item()
 
         def objective(y, a=a):
@@ -92,26 +92,26 @@ def test_the_optimality_condition(case: Case, step):
     torch.testing.assert_close(difference, (a - x) / step, rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("case", [case for case in CASES if isinstance(case.make(), NewtonPrior)], ids=str)
-def test_the_newton_residual(case: Case, step):
+def test_the_newton_residual(case: Case):
     prior = case.make()
     a = torch.cat([grid(), 1 - torch.logspace(-9, -1, 30, dtype=torch.float64), torch.logspace(1, 4, 20).double()])
-    v = prior.argument(a, step)
-    x = prior.value_and_slope(v)[0]
-    residual = step * (v - x) + (x - a)
-    assert (residual.abs() <= 1e-12 * (1 + a.abs())).all()
+    for step in STEPS:
+        v = prior.argument(a, step)
+        x = prior.value_and_slope(v)[0]
+        residual = step * (v - x) + (x - a)
+        assert (residual.abs() <= 1e-12 * (1 + a.abs())).all(), step
 
 
 @each_case
-@pytest.mark.parametrize("step", STEPS)
-def test_the_argument_gives_the_same_point(case: Case, step):
+def test_the_argument_gives_the_same_point(case: Case):
     prior = case.make()
     a = grid()
-    v = prior.argument(a, step)
-    unit = prior.prox(v, 1.0) if case.activation is None else case.activation(v)
-    # 3e-9: see test_a_unit_step_given_as_a_tensor.
-    torch.testing.assert_close(unit, prior.prox(a, step), rtol=1e-9, atol=3e-9)
+    for step in STEPS:
+        v = prior.argument(a, step)
+        unit = prior.prox(v, 1.0) if case.activation is None else case.activation(v)
+        # 3e-9: see test_a_unit_step_given_as_a_tensor.
+        torch.testing.assert_close(unit, prior.prox(a, step), rtol=1e-9, atol=3e-9)
 
 
 @each_case
@@ -127,7 +127,7 @@ def test_the_zero_argument(case: Case):
 
 
 @each_case
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(
     points=st.lists(st.tuples(st.floats(-50, 50), st.floats(-50, 50)), min_size=1, max_size=30),
     step=st.floats(1e-3, 50),
@@ -167,11 +167,10 @@ def test_moreau_identity(case: Case, step):
         assert x + step * result.x == pytest.approx(a, abs=5e-3 * max(1, step))
 
 
-@each_case
+# Without prelu, whose module holds float64; its formula is that of leaky_relu.
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "prelu"], ids=str)
 @pytest.mark.parametrize("step", [1e-3, 0.3, 20.0])
 def test_float32_is_accurate_for_large_arguments(case: Case, step):
-    if case.name == "prelu":
-        pytest.skip("the module holds float64; the formula is that of leaky_relu")
     prior = case.make()
     sizes = torch.logspace(-4, 4, 60)
     a = torch.cat([-sizes.flip(0), sizes])
