@@ -14,7 +14,6 @@ input of size ``n`` is bounded by ``factor * sup(s')`` with a factor and a strid
 A dimension acts on its own index only, so that factors of dimensions multiply.
 """
 
-import math
 from collections.abc import Sequence
 
 from solver_plugins.operators.geometry import Geometry
@@ -31,29 +30,26 @@ def lattice_bounds(geometry: Geometry, kernel_size: Sequence[int], input_size: S
         return [(reduced, 1)]
     sizes = [None] * geometry.dims if input_size is None else input_size
     if geometry.padding_mode != "circular":
-        repeats = [
-            repetition(geometry.padding_mode, left, right, n)
-            for (left, right), n in zip(geometry.padding, sizes, strict=True)
-        ]
-        return [(reduced, math.prod(repeats))]
+        repeats = 1
+        for (left, right), n in zip(geometry.padding, sizes, strict=True):
+            repeats *= repetition(geometry.padding_mode, left, right, n)
+        return [(reduced, repeats)]
 
-    strided, unstrided = [], []
-    for s, r, d, k, sides, n in zip(
-        geometry.stride, reduced, geometry.dilation, kernel_size, geometry.padding, sizes, strict=True
-    ):
-        on_torus, after_padding = _circular(s, d, k, sides, n)
+    plain: tuple[int, ...] = ()
+    strided, unstrided = 1, 1
+    for axis, (s, d, k, n) in enumerate(zip(geometry.stride, geometry.dilation, kernel_size, sizes, strict=True)):
+        on_torus, after_padding = _circular(s, d, k, geometry.padding[axis], n)
         if s == 1 or (n is not None and n % s == 0):
-            best = min((r, on_torus), (r, after_padding), key=lambda pair: pair[1])
-            strided.append(best)
-            unstrided.append(best)
+            plain += (reduced[axis],)
+            strided *= min(on_torus, after_padding)
+            unstrided *= min(on_torus, after_padding)
         else:
-            strided.append((r, after_padding))
-            unstrided.append((1, on_torus))
-    bounds = [
-        (tuple(stride for stride, _ in choice), math.prod(factor for _, factor in choice))
-        for choice in (strided, unstrided)
-    ]
-    return bounds[:1] if bounds[0] == bounds[1] else bounds
+            plain += (1,)
+            strided *= after_padding
+            unstrided *= on_torus
+    if plain == reduced:
+        return [(reduced, min(strided, unstrided))]
+    return [(reduced, strided), (plain, unstrided)]
 
 
 def _circular(s: int, d: int, k: int, sides: tuple[int, int], n: int | None) -> tuple[int, int]:

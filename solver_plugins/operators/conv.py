@@ -39,8 +39,8 @@ class ConvMap(LinearOperator):
     def __post_init__(self) -> None:
         if not 1 <= self.geometry.dims <= 3 or self.weight.ndim != self.geometry.dims + 2:
             raise ShapeError(
-                f"Expected a kernel [n2, n1/groups, *k] with the {self.geometry.dims} (1 to 3) spatial dimensions of its "
-                f"geometry; found shape {tuple(self.weight.shape)}."
+                f"Expected a kernel [n2, n1/groups, *k] with the {self.geometry.dims} (1 to 3) dimensions of space of "
+                f"its geometry; found shape {tuple(self.weight.shape)}."
             )
         if self.weight.shape[0] % self.geometry.groups:
             raise ShapeError(

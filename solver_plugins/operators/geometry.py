@@ -1,6 +1,5 @@
 """How a layer's weight acts on space: stride, padding, dilation and groups in one normal form."""
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -148,13 +147,20 @@ class Geometry:
         ``x_r[m] = x[s m + r d]``. Since ``gcd(s, d) = 1`` the sequences ``x_0 .. x_{s-1}`` split the input into
         disjoint parts, and the symbol is that of the undilated kernel at the frequency ``d w``: the same supremum.
         """
-        return tuple(s // math.gcd(s, d) for s, d in zip(self.stride, self.dilation, strict=True))
+        return tuple(s // _gcd(s, d) for s, d in zip(self.stride, self.dilation, strict=True))
 
 
 def _per_dimension(name: str, value: int | Iterable[int], dims: int) -> tuple[int, ...]:
-    values = (value,) * dims if isinstance(value, int) else tuple(value)
+    values = tuple(value) if isinstance(value, Iterable) else (value,) * dims
     if len(values) == 1:
         values = values * dims
     if len(values) != dims or not all(isinstance(entry, int) for entry in values):
         raise OptionError(f"Expected {name} to be a whole number or {dims} of them; found {value!r}.")
     return values
+
+
+def _gcd(a: int, b: int) -> int:
+    # math.gcd cannot be traced when a compiler has made sizes symbolic.
+    while b:
+        a, b = b, a % b
+    return a

@@ -103,12 +103,14 @@ def _qualified_name(layer_class: type) -> str:
 
 def _read_linear(layer: nn.Module) -> tuple[Tensor, Geometry]:
     """A matrix in torch's layout."""
-    return layer.weight, Geometry()
+    linear: nn.Linear = layer  # type: ignore[assignment]
+    return linear.weight, Geometry()
 
 
 def _read_transposed(layer: nn.Module) -> tuple[Tensor, Geometry]:
     """A matrix stored as ``[n1, n2]``."""
-    return layer.weight.t(), Geometry()  # type: ignore[operator,return-value]
+    linear: nn.Linear = layer  # type: ignore[assignment]
+    return linear.weight.t(), Geometry()
 
 
 def _read_conv(layer: nn.Module) -> tuple[Tensor, Geometry]:

@@ -2,7 +2,7 @@
 
 | method | what it is | cost |
 |---|---|---|
-| ``certified`` | an upper bound for every input size, within ``tolerance`` of the largest | a Gram matrix per frequency |
+| ``certified`` | an upper bound for every input size, within ``tolerance`` of the worst | a Gram matrix per frequency |
 | ``exact`` | the norm of the real, padded operator at one input size | a dense decomposition or Lanczos |
 | ``power`` | a lower bound, by power iteration on the real operator | some tens of applications |
 

@@ -69,9 +69,9 @@ def grid_for(lengths: Sequence[int], tolerance: float) -> tuple[tuple[int, ...],
     grid = tuple(
         1 if length == 1 else max(2 * length - 1, math.ceil((length - 1) * math.pi / (2 * angle))) for length in lengths
     )
-    factor = math.prod(
-        math.cos((length - 1) * math.pi / (2 * n)) ** -2 for length, n in zip(lengths, grid, strict=True)
-    )
+    factor = 1.0
+    for length, n in zip(lengths, grid, strict=True):
+        factor = factor / math.cos((length - 1) * math.pi / (2 * n)) ** 2
     return grid, factor
 
 
