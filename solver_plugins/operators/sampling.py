@@ -80,9 +80,9 @@ def inclusion_probabilities(scores: Tensor, tau: int) -> Tensor:
     left = (tau - position).to(work)
     fits = (left * ordered <= tails) | (position >= tau - 1)
     capped = fits.to(torch.int8).argmax(-1, keepdim=True)
-    tail, rest = tails.gather(-1, capped), tau - capped
+    tail, rest = tails.gather(-1, capped), (tau - capped).to(work)
     share = torch.where(
-        tail > 0, ordered * rest / torch.where(tail > 0, tail, torch.ones_like(tail)), (rest / (n - capped)).to(work)
+        tail > 0, ordered * rest / torch.where(tail > 0, tail, torch.ones_like(tail)), rest / (n - capped)
     )
     sorted_probabilities = torch.where(position < capped, torch.ones_like(share), share).clamp_max(1)
     probabilities = torch.zeros_like(sorted_probabilities).scatter(-1, order, sorted_probabilities)

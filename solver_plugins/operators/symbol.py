@@ -26,6 +26,8 @@ from solver_plugins.operators.precision import autocast_off, scaled_kernel
 
 COLUMN_TOLERANCE = 0.1
 _POWER_SLACK = 1.05
+_SMALL_SIDE = 8
+"""Up to this side all lags are one convolution: some times the work of one product per lag, but one operation."""
 
 
 def polyphase(kernel: Tensor, stride: Sequence[int], groups: int) -> Tensor:
@@ -101,7 +103,10 @@ class GramSymbol:
         # Of each pair j, -j the first in this order is kept; zero is the middle one.
         lags = list(itertools.product(*(range(-length + 1, length) for length in lengths)))
         lags = lags[len(lags) // 2 :]
-        correlations = torch.stack([_correlate(blocks, lag) for lag in lags])
+        if blocks.shape[1] <= _SMALL_SIDE and lengths:
+            correlations = _correlate_all(blocks)[-len(lags) :]
+        else:
+            correlations = torch.stack([_correlate(blocks, lag) for lag in lags])
         weights = blocks.new_ones(len(lags))
         weights = torch.cat([weights[:1] / 2, weights[1:]]).reshape(-1, 1, 1, 1)
         transposed = correlations.mT
@@ -139,7 +144,9 @@ def column_suprema(
     """
     with autocast_off(kernel.device):
         groups, outputs = geometry.groups, kernel.shape[0] // geometry.groups
-        single = scaled_kernel(kernel, diagonal).reshape(groups, outputs, *kernel.shape[1:]).transpose(1, 2)
+        # In float64: reduced precisions that a user allows for float32 products would void the bound. MPS has none.
+        dtype = torch.float32 if kernel.device.type == "mps" else torch.float64
+        single = scaled_kernel(kernel, diagonal, dtype).reshape(groups, outputs, *kernel.shape[1:]).transpose(1, 2)
         single = single.reshape(-1, 1, *kernel.shape[2:])
         channels = kernel.shape[1] * groups
         bound = None
@@ -173,6 +180,17 @@ def _eigenvalue_bound(gram: GramSymbol, points: Tensor) -> Tensor:
         matrix = matrix / norm.clamp_min(torch.finfo(matrix.dtype).tiny)
         result = result * norm[..., 0, 0] ** (1 / power)
     return result
+
+
+def _correlate_all(blocks: Tensor) -> Tensor:
+    """Returns ``R_j`` for all lags in order, by convolving the kernel with itself, shape ``(lags, groups, m, m)``."""
+    groups, side, inner = blocks.shape[:3]
+    lengths = blocks.shape[3:]
+    conv = (functional.conv1d, functional.conv2d, functional.conv3d)[len(lengths) - 1]
+    images = blocks.transpose(0, 1).reshape(side, groups * inner, *lengths)
+    filters = blocks.reshape(groups * side, inner, *lengths)
+    out = conv(images, filters, padding=[length - 1 for length in lengths], groups=groups)
+    return out.reshape(side, groups, side, -1).permute(3, 1, 0, 2)
 
 
 def _correlate(blocks: Tensor, lag: Sequence[int]) -> Tensor:

@@ -19,20 +19,18 @@ def start_vectors(kernel: Tensor, geometry: Geometry) -> Tensor:
     """Returns vectors in no special direction to start from, shape ``(F, groups, n2/groups, 2)``, at least float32.
 
     One per frequency of the grid and group; the last dimension holds real and imaginary part. The same on every device
-    and in every process, and drawn from no random state.
+    and in every process; the global random state is left alone.
     """
     grid = _grid(kernel, geometry)
     count = len(frequencies(grid, torch.device("cpu"), torch.float32))
     rows = kernel.shape[0] // geometry.groups
     dtype = torch.promote_types(kernel.dtype, torch.float32)
-    index = torch.arange(count * geometry.groups * rows * 2, dtype=torch.float32, device=kernel.device)
-    # The fractional parts of i * golden ratio + i^2 * sqrt(2), in float32 steps that stay exact enough to look random.
-    wave = torch.frac(index * 0.618034) + torch.frac(torch.frac(index * 0.0041421) * index)
-    vectors = (wave - 0.75).reshape(count, geometry.groups, rows, 2)
+    generator = torch.Generator().manual_seed(0)
+    vectors = torch.randn(count, geometry.groups, rows, 2, generator=generator, dtype=torch.float32)
     if count == 1:
         # A real matrix: its top vector is real, and an imaginary part would only be carried along.
         vectors = vectors * vectors.new_tensor([1.0, 0.0])
-    return (vectors / torch.linalg.vector_norm(vectors, dim=(2, 3), keepdim=True)).to(dtype)
+    return (vectors / torch.linalg.vector_norm(vectors, dim=(2, 3), keepdim=True)).to(device=kernel.device, dtype=dtype)
 
 
 @torch.no_grad()

@@ -254,7 +254,7 @@ def test_extreme_scales():
     base = float(lipschitz_from_kernel(weight.double(), geometry))
     assert float(lipschitz_from_kernel(weight.double() * 1e-100, geometry)) == pytest.approx(base * 1e-200, rel=1e-9)
     assert float(lipschitz_from_kernel(weight * 1e-30, geometry)) > 0
-    with pytest.raises(WeightError, match="finite in torch.float32"):
+    with pytest.raises(WeightError, match=r"finite in torch\.float32"):
         lipschitz_from_kernel(weight * 1e25, geometry)
 
 
