@@ -26,8 +26,8 @@ from solver_plugins.operators.precision import autocast_off, scaled_kernel
 
 COLUMN_TOLERANCE = 0.1
 _POWER_SLACK = 1.05
-_SMALL_SIDE = 8
-"""Up to this side all lags are one convolution: some times the work of one product per lag, but one operation."""
+_SMALL = 128
+"""Up to this many rows times taps all lags come from one product, which a compiler sees as few operations."""
 
 
 def polyphase(kernel: Tensor, stride: Sequence[int], groups: int) -> Tensor:
@@ -58,6 +58,14 @@ def frequencies(grid: Sequence[int], device: torch.device, dtype: torch.dtype) -
         torch.arange(n // 2 + 1 if axis == halved else n, device=device).to(dtype) * (2 * math.pi / n)
         for axis, n in enumerate(grid)
     ]
+    return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
+
+
+def tap_positions(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Returns the position of each tap of a flattened kernel, whole numbers of shape ``(taps, dims)``."""
+    if not lengths:
+        return torch.zeros(1, 0, dtype=torch.int64, device=device)
+    axes = [torch.arange(length, device=device) for length in lengths]
     return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
 
 
@@ -103,7 +111,7 @@ class GramSymbol:
         # Of each pair j, -j the first in this order is kept; zero is the middle one.
         lags = list(itertools.product(*(range(-length + 1, length) for length in lengths)))
         lags = lags[len(lags) // 2 :]
-        if blocks.shape[1] <= _SMALL_SIDE and lengths:
+        if lengths and blocks.shape[1] * math.prod(lengths) <= _SMALL:
             correlations = _correlate_all(blocks)[-len(lags) :]
         else:
             correlations = torch.stack([_correlate(blocks, lag) for lag in lags])
@@ -183,14 +191,18 @@ def _eigenvalue_bound(gram: GramSymbol, points: Tensor) -> Tensor:
 
 
 def _correlate_all(blocks: Tensor) -> Tensor:
-    """Returns ``R_j`` for all lags in order, by convolving the kernel with itself, shape ``(lags, groups, m, m)``."""
-    groups, side, inner = blocks.shape[:3]
+    """Returns ``R_j`` for all lags in order, from the products of all pairs of taps, shape ``(lags, groups, m, m)``."""
+    groups, side = blocks.shape[:2]
     lengths = blocks.shape[3:]
-    conv = (functional.conv1d, functional.conv2d, functional.conv3d)[len(lengths) - 1]
-    images = blocks.transpose(0, 1).reshape(side, groups * inner, *lengths)
-    filters = blocks.reshape(groups * side, inner, *lengths)
-    out = conv(images, filters, padding=[length - 1 for length in lengths], groups=groups)
-    return out.reshape(side, groups, side, -1).permute(3, 1, 0, 2)
+    position = tap_positions(lengths, blocks.device)
+    lag = torch.zeros(len(position), len(position), dtype=torch.int64, device=blocks.device)
+    for axis, length in enumerate(lengths):
+        lag = lag * (2 * length - 1) + (position[:, None, axis] - position[None, :, axis] + length - 1)
+    taps = blocks.flatten(3).transpose(2, 3).flatten(1, 2)
+    pairs = (taps @ taps.mT).reshape(groups, side, len(position), side, len(position))
+    pairs = pairs.permute(2, 4, 0, 1, 3).flatten(0, 1)
+    count = math.prod([2 * length - 1 for length in lengths])
+    return pairs.new_zeros(count, groups, side, side).index_add(0, lag.flatten(), pairs)
 
 
 def _correlate(blocks: Tensor, lag: Sequence[int]) -> Tensor:

@@ -5,14 +5,12 @@ depend on the input size. It is a *lower* bound on the supremum: use the ratio t
 refresh, or multiply by a margin. Cosine and sine parts are kept apart: no complex dtypes, which compilers do not like.
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.precision import autocast_off, scaled_kernel
-from solver_plugins.operators.symbol import frequencies, polyphase
+from solver_plugins.operators.symbol import frequencies, polyphase, tap_positions
 
 
 def start_vectors(kernel: Tensor, geometry: Geometry) -> Tensor:
@@ -56,7 +54,7 @@ def power_step(
         lengths = blocks.shape[3:]
         blocks = blocks.flatten(3) if len(lengths) else blocks.unsqueeze(-1)
         points = frequencies(_grid(kernel, geometry), weight.device, weight.dtype)
-        angles = points @ _tap_positions(lengths, weight).T
+        angles = points @ tap_positions(lengths, weight.device).to(weight.dtype).T
         cos, sin = angles.cos()[:, None, None, :], angles.sin()[:, None, None, :]
 
         v = vectors.to(weight.dtype)
@@ -87,11 +85,3 @@ def _grid(kernel: Tensor, geometry: Geometry) -> tuple[int, ...]:
     """Returns how many frequencies are followed per dimension: 1, 4, or the polyphase length made even."""
     lengths = [-(-taps // step) for taps, step in zip(kernel.shape[2:], geometry.reduced_stride(), strict=True)]
     return tuple(1 if length == 1 else 4 if length <= 3 else length + length % 2 for length in lengths)
-
-
-def _tap_positions(lengths: Sequence[int], like: Tensor) -> Tensor:
-    """Returns the position of each tap of a flattened kernel, shape ``(taps, dims)``."""
-    if not lengths:
-        return like.new_zeros(1, 0)
-    axes = [torch.arange(length, device=like.device).to(like.dtype) for length in lengths]
-    return torch.stack([axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")], dim=-1)
