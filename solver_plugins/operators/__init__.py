@@ -14,6 +14,7 @@ from solver_plugins.operators.sampling import (
     inclusion_probabilities,
     tau_nice_mask,
     tau_of,
+    uniform,
 )
 from solver_plugins.operators.tracking import power_step, start_vectors
 
@@ -41,4 +42,5 @@ __all__ = [
     "start_vectors",
     "tau_nice_mask",
     "tau_of",
+    "uniform",
 ]

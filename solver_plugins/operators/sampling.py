@@ -15,6 +15,16 @@ _UNIT = 40
 """Systematic sampling counts in steps of ``2^-40``: whole numbers, so that the count is exact."""
 
 
+def uniform(
+    shape: Sequence[int], device: torch.device | str | None, dtype: torch.dtype, generator: torch.Generator | None
+) -> Tensor:
+    """Draws numbers from [0, 1), from the global state unless a generator is given."""
+    if generator is None:
+        # The overload with a generator, even None, cannot be compiled for a batch size that varies.
+        return torch.rand(shape, device=device, dtype=dtype)
+    return torch.rand(shape, device=device, dtype=dtype, generator=generator)
+
+
 def tau_of(p: float, n: int) -> int:
     """Returns how many of ``n`` features a dropout rate ``p`` keeps: ``max(1, round((1 - p) n))``.
 
@@ -52,7 +62,7 @@ def tau_nice_mask(
     shape = (*shape_of_batch, n)
     if tau == n:
         return torch.ones(shape, device=device, dtype=dtype)
-    keys = torch.rand(shape, device=device, generator=generator, dtype=torch.float32)
+    keys = uniform(shape, device, torch.float32, generator)
     chosen = keys.topk(tau, dim=-1, sorted=False).indices
     return torch.zeros(shape, device=device, dtype=dtype).scatter(-1, chosen, 1.0)
 
@@ -106,7 +116,7 @@ def importance_mask(probabilities: Tensor, *, generator: torch.Generator | None 
     work = _work_dtype(probabilities)
     n, unit = probabilities.shape[-1], 1 << (_UNIT if work == torch.float64 else 20)
     device = probabilities.device
-    order = torch.rand(probabilities.shape, device=device, generator=generator, dtype=torch.float32).argsort(-1)
+    order = uniform(probabilities.shape, device, torch.float32, generator).argsort(-1)
     ends = probabilities.to(work).gather(-1, order).cumsum(-1)
     tau = ends[..., -1:].round()
     total = (tau * unit).to(torch.int64)
@@ -116,7 +126,7 @@ def importance_mask(probabilities: Tensor, *, generator: torch.Generator | None 
     whole = torch.arange(1, n + 1, device=device) * unit
     ends = (ends - whole).clamp_max(0).cummin(-1).values + whole
     ends = torch.maximum(ends, total - (n * unit - whole))
-    shift = torch.rand((*probabilities.shape[:-1], 1), device=device, generator=generator, dtype=work) * unit
+    shift = uniform((*probabilities.shape[:-1], 1), device, work, generator) * unit
     shift = shift.to(torch.int64).clamp_max(unit - 1)
     counts = (ends - shift + (unit - 1)) // unit
     chosen = torch.diff(counts, dim=-1, prepend=torch.zeros_like(counts[..., :1]))
