@@ -1,1 +1,48 @@
-"""solver_plugins"""
+"""Layers as optimisation solvers, with certified step sizes.
+
+from solver_plugins import SolverLinear
+block = SolverLinear.from_linear(fc, activation=nn.ReLU(), p=0.5, solver="proxsg", iters=10)
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+
+from solver_plugins.blocks import (
+    SolverBlock,
+    SolverConv1d,
+    SolverConv2d,
+    SolverConv3d,
+    SolverLinear,
+    refresh_steps,
+    solver_conv1d,
+    solver_conv2d,
+    solver_conv3d,
+    solver_linear,
+)
+from solver_plugins.operators import lipschitz_constant
+from solver_plugins.prox import declare_activation, list_priors, prox_for
+from solver_plugins.registry import list_solvers, register_solver, solver_info
+
+try:
+    __version__ = version("solver-plugins")
+except PackageNotFoundError:  # A source tree that was never installed.
+    __version__ = "0.0.0"
+
+__all__ = [
+    "SolverBlock",
+    "SolverConv1d",
+    "SolverConv2d",
+    "SolverConv3d",
+    "SolverLinear",
+    "declare_activation",
+    "lipschitz_constant",
+    "list_priors",
+    "list_solvers",
+    "prox_for",
+    "refresh_steps",
+    "register_solver",
+    "solver_conv1d",
+    "solver_conv2d",
+    "solver_conv3d",
+    "solver_info",
+    "solver_linear",
+]

@@ -49,6 +49,10 @@ class NoMinimizerError(SolverPluginsError, ValueError):
     """A problem without a minimiser was asked to be solved to convergence."""
 
 
+class DoubleBackwardError(SolverPluginsError, RuntimeError):
+    """A second derivative was asked of a gradient that only has a first one."""
+
+
 class SolverPluginsWarning(UserWarning):
     """Base class of all warnings issued by ``solver_plugins``."""
 

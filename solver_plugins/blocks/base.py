@@ -1,6 +1,7 @@
 """The shell that turns a layer into a solver block without ceasing to be that layer."""
 
-from typing import Any, Self
+import types
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,10 @@ from solver_plugins.errors import NoMinimizerError, SolverPluginsError, Unsuppor
 from solver_plugins.operators import (
     Geometry,
     LinearOperator,
-    geometry_of,
-    kernel_of,
     lipschitz_from_kernel,
     operator_from_kernel,
     power_step,
+    reader_for,
     start_vectors,
 )
 from solver_plugins.prox import prox_for
@@ -37,25 +37,37 @@ iteration converges for every ``L`` above half of the true one."""
 class SolverBlock(nn.Module):
     """Mixin in front of a layer class: the layer's output becomes the argument of the last proximal map of a solve.
 
-    The block *is* its layer: the same class (``isinstance``), the same Parameter objects, state-dict keys, hooks and flags. With
-    ``output="argument"`` (default) ``activation(block(x))`` is the solver's result, and at one iteration ``block(x)`` is the plain
-    layer's output; the activation stays where it is. With ``output="value"`` the block applies the activation itself.
+    The block *is* its layer: the same class (``isinstance``), the same Parameter objects, state-dict keys, hooks and
+    flags. With ``output="argument"`` (default) ``activation(block(x))`` is the solver's result, and at one iteration
+    ``block(x)`` is the plain layer's output; the activation stays where it is. With ``output="value"`` the block
+    applies the activation itself.
 
-    ``L = lambda_max(A A^T)`` is a non-persistent buffer. It is computed with a certificate at construction, after loading weights
-    and by :func:`refresh_steps`; in between, every training forward follows the weights by one warm power step. That step is
-    taken only when the weights have changed, so a recomputed (checkpointed) forward and a further micro-batch see the same
-    ``L``. Nothing of it synchronises with the host.
+    ``L = lambda_max(A A^T)`` is a non-persistent buffer. It is computed with a certificate at construction, after
+    loading weights and by :func:`refresh_steps`; in between, every training forward follows the weights by one warm
+    power step. That step is taken only when the weights have changed, so a recomputed (checkpointed) forward and a
+    further micro-batch see the same ``L``. Nothing of it synchronises with the host.
     """
+
+    layer_class: ClassVar[type[nn.Module]]
+    reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
 
     L: Tensor
     power_vectors: Tensor
     power_ratio: Tensor
     weight_fingerprint: Tensor
     weight: Tensor
-    bias: Tensor | None
+    bias: Any
     solver: Solver
     geometry: Geometry
     output: OutputKind
+
+    def __init_subclass__(cls, layer_class: type[nn.Module] | None = None, **keywords: Any):
+        """Declares the plain class that a block class stands for, and how its weights are read."""
+        super().__init_subclass__(**keywords)
+        if layer_class is not None:
+            cls.layer_class = layer_class
+            cls.reader = staticmethod(reader_for(layer_class))
+            _BLOCK_CLASSES[layer_class] = cls
 
     @classmethod
     def from_layer(
@@ -78,35 +90,34 @@ class SolverBlock(nn.Module):
             output: "argument" of the activation (default), or its "value".
             **options: Options of the solver (``p``, ``lam``, ``formulation``, ...); an unknown one raises.
         """
-        from solver_plugins.blocks.classes import block_class
-
         if isinstance(layer, SolverBlock):
             raise UnsupportedLayerError(
                 f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
             )
         if "forward" in vars(layer):
             raise UnsupportedLayerError(
-                f"This {type(layer).__name__} carries a forward of its own on the instance (an accelerate hook?), which would "
+                f"This {type(layer).__name__} carries a forward of its own on the instance (an accelerate hook?), "
+                f"which would "
                 "hide the solver; remove it first (accelerate.hooks.remove_hook_from_module)."
             )
         made = block_class(type(layer))
         if not issubclass(made, cls):
-            raise UnsupportedLayerError(f"{cls.__name__} is made from a layer of its own kind; found {type(layer).__name__}.")
-        geometry, transposed = geometry_of(layer), kernel_of(layer) is not layer.weight
+            raise UnsupportedLayerError(
+                f"{cls.__name__} is made from a layer of its own kind; found {type(layer).__name__}."
+            )
         block: Self = made.__new__(made)
         nn.Module.__init__(block)
         for name, value in vars(layer).items():
-            # Dictionaries of parameters, buffers, submodules and hooks become the block's own; their contents are shared.
+            # Dictionaries of parameters, buffers, submodules and hooks become the block's own; their contents are
+            # shared.
             block.__dict__[name] = value.copy() if isinstance(value, dict) else value
-        block._set_up(activation, make_solver(solver, iters, options), output, geometry, transposed)
+        block._set_up(activation, make_solver(solver, iters, options), output)
         return block
 
-    def _set_up(
-        self, activation: Activation, solver: Solver, output: OutputKind, geometry: Geometry, transposed: bool = False
-    ) -> None:
+    def _set_up(self, activation: Activation, solver: Solver, output: OutputKind) -> None:
         prior = prox_for(activation)
-        self.geometry, self._transposed = geometry, transposed
-        kernel = self._kernel()
+        kernel, geometry = type(self).reader(self)
+        self.geometry = geometry
         in_features = kernel.shape[1] * geometry.groups
         check_combination(solver, prior, output, kernel.shape[0], in_features, geometry)
         self.solver, self.output = solver, output
@@ -125,16 +136,17 @@ class SolverBlock(nn.Module):
             self._check_rank(kernel)
 
     def _kernel(self) -> Tensor:
-        return self.weight.mT if self._transposed else self.weight
+        return type(self).reader(self)[0]
 
     def _check_rank(self, kernel: Tensor) -> None:
         """Implicit gradients with ``lam = 0`` need full row rank, which is known for a linear layer only."""
-        if getattr(self.solver.config, "gradient", None) != "implicit" or self.solver.config.lam > 0:
+        if not self.solver.implicit or self.solver.config.lam > 0:
             return
         if kernel.dim() == 2 and int(torch.linalg.matrix_rank(kernel.detach().double())) == kernel.shape[0]:
             return
         raise NoMinimizerError(
-            f"gradient='implicit' with lam=0 needs a linear map of full row rank; {type(self).__name__} with a weight of shape "
+            f"gradient='implicit' with lam=0 needs a linear map of full row rank; {type(self).__name__} with a weight "
+            f"of shape "
             f"{tuple(kernel.shape)} is not known to be one. Use lam > 0 (default 1e-3)."
         )
 
@@ -256,3 +268,36 @@ class SolverBlock(nn.Module):
     def extra_repr(self) -> str:
         """Returns the layer's own line, with activation and solver."""
         return f"{super().extra_repr()}, activation={self.prior!r}, output={self.output!r}, solver={self.solver!r}"
+
+
+_BLOCK_CLASSES: dict[type[nn.Module], type[SolverBlock]] = {}
+
+
+def block_class(layer_class: type[nn.Module]) -> type[SolverBlock]:
+    """Returns the class of the block that a layer of ``layer_class`` becomes: always a subclass of ``layer_class``.
+
+    torch's own layers have named classes; one for a subclass of them, or for another library's layer, is made once.
+    """
+    known = _BLOCK_CLASSES.get(layer_class)
+    if known is not None:
+        return known
+    named = (_BLOCK_CLASSES[base] for base in layer_class.__mro__ if base in _BLOCK_CLASSES)
+
+    def reduce(self: SolverBlock, protocol: Any) -> tuple[Any, ...]:
+        # A made class has no importable name; pickle and deepcopy make it again from the layer's.
+        return _blank_block, (layer_class,), self.__getstate__()
+
+    members = {
+        "__doc__": f"``{layer_class.__name__}`` as a solver block.",
+        "__module__": __name__,
+        "__reduce_ex__": reduce,
+    }
+    bases = (next(named, SolverBlock), layer_class)
+    return types.new_class(
+        f"Solver{layer_class.__name__}", bases, {"layer_class": layer_class}, lambda body: body.update(members)
+    )
+
+
+def _blank_block(layer_class: type[nn.Module]) -> SolverBlock:
+    made = block_class(layer_class)
+    return made.__new__(made)

@@ -1,6 +1,5 @@
-"""Block classes: named ones for torch's layers, made ones for every subclass of them."""
+"""The named block classes: torch's own layers as solvers."""
 
-import functools
 from typing import Any, Self
 
 import torch
@@ -9,11 +8,10 @@ from torch import nn
 from solver_plugins.blocks.base import SolverBlock
 from solver_plugins.blocks.functional import Size
 from solver_plugins.blocks.run import Activation, OutputKind, make_solver
-from solver_plugins.operators import Geometry
 from solver_plugins.solvers import Solver
 
 
-class SolverLinear(SolverBlock, nn.Linear):
+class SolverLinear(SolverBlock, nn.Linear, layer_class=nn.Linear):
     """``nn.Linear`` as a solver block; ``SolverLinear.from_linear(fc, activation=nn.ReLU(), solver="proxsg", p=0.5)``.
 
     Args:
@@ -45,7 +43,7 @@ class SolverLinear(SolverBlock, nn.Linear):
     ):
         made = make_solver(solver, iters, options)
         nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
-        self._set_up(activation, made, output, Geometry())
+        self._set_up(activation, made, output)
 
     @classmethod
     def from_linear(
@@ -99,10 +97,7 @@ class _SolverConv(SolverBlock):
             device=device,
             dtype=dtype,
         )
-        kernel = self.weight.shape[2:]
-        self._set_up(
-            activation, made, output, Geometry.for_conv(kernel, stride, padding, dilation, groups, padding_mode)
-        )
+        self._set_up(activation, made, output)
 
     @classmethod
     def from_conv(
@@ -119,42 +114,13 @@ class _SolverConv(SolverBlock):
         return cls.from_layer(layer, activation, solver, iters, output=output, **options)
 
 
-class SolverConv1d(_SolverConv, nn.Conv1d):
+class SolverConv1d(_SolverConv, nn.Conv1d, layer_class=nn.Conv1d):
     """``nn.Conv1d`` as a solver block."""
 
 
-class SolverConv2d(_SolverConv, nn.Conv2d):
+class SolverConv2d(_SolverConv, nn.Conv2d, layer_class=nn.Conv2d):
     """``nn.Conv2d`` as a solver block."""
 
 
-class SolverConv3d(_SolverConv, nn.Conv3d):
+class SolverConv3d(_SolverConv, nn.Conv3d, layer_class=nn.Conv3d):
     """``nn.Conv3d`` as a solver block."""
-
-
-NAMED: dict[type[nn.Module], type[SolverBlock]] = {
-    nn.Linear: SolverLinear,
-    nn.Conv1d: SolverConv1d,
-    nn.Conv2d: SolverConv2d,
-    nn.Conv3d: SolverConv3d,
-}
-
-
-@functools.cache
-def block_class(layer_class: type[nn.Module]) -> type[SolverBlock]:
-    """Returns the class of the block that a layer of ``layer_class`` becomes: always a subclass of ``layer_class``."""
-    if layer_class in NAMED:
-        return NAMED[layer_class]
-    shell = next((block for plain, block in NAMED.items() if issubclass(layer_class, plain)), SolverBlock)
-
-    def reduce(self: SolverBlock, protocol: Any) -> tuple[Any, ...]:
-        # A made class has no importable name; pickle and deepcopy make it again from the layer's.
-        return _blank_block, (layer_class,), self.__getstate__()
-
-    name = f"Solver{layer_class.__name__}"
-    members = {"__reduce_ex__": reduce, "__module__": __name__, "__doc__": f"``{layer_class.__name__}`` as a solver block."}
-    return type(name, (shell, layer_class), members)
-
-
-def _blank_block(layer_class: type[nn.Module]) -> SolverBlock:
-    made = block_class(layer_class)
-    return made.__new__(made)

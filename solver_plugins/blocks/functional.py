@@ -16,7 +16,7 @@ from solver_plugins.blocks.run import (
 from solver_plugins.errors import ShapeError
 from solver_plugins.operators import Geometry, lipschitz_from_kernel, operator_from_kernel
 from solver_plugins.prox import prox_for
-from solver_plugins.solvers import Diagnostics, Solver
+from solver_plugins.solvers import Diagnostics, Solver, working_dtype
 
 Size = int | Sequence[int]
 
@@ -138,7 +138,7 @@ def solve_layer(
         raise ShapeError(f"Expected a bias of shape ({operator.out_features},); found {tuple(bias.shape)}.")
     if lipschitz is None:
         lipschitz = lipschitz_from_kernel(kernel.detach(), geometry, diagonal=diagonal)
-    constant = torch.as_tensor(lipschitz, device=kernel.device)
+    constant = torch.as_tensor(lipschitz, dtype=working_dtype(kernel.dtype), device=kernel.device)
 
     def layer() -> Tensor:
         plain = operator.apply(input)

@@ -9,8 +9,8 @@ from solver_plugins.errors import OptionError, SolverPluginsError
 def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
     """Recomputes the Lipschitz constant of every solver block, from the weights as they are now.
 
-    Call it once per epoch for certified steps (as the paper does). Blocks also follow their weights by themselves in training, so
-    this is not needed for a solve to be stable.
+    Call it once per epoch for certified steps (as the paper does). Blocks also follow their weights by themselves in
+    training, so this is not needed for a solve to be stable.
 
     Args:
         module: A block, or a model that contains blocks.
@@ -26,7 +26,9 @@ def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float
     """
     blocks = {name: block for name, block in module.named_modules() if isinstance(block, SolverBlock)}
     if not blocks:
-        raise OptionError(f"Expected a solver block or a model that contains one; found {type(module).__name__} without any.")
+        raise OptionError(
+            f"Expected a solver block or a model that contains one; found {type(module).__name__} without any."
+        )
     computed = {}
     for name, block in blocks.items():
         try:

@@ -53,16 +53,18 @@ def check_combination(
     solver.check_prior(prior)
     if solver.samples == "outputs" and output == "argument" and prior.zero_argument is None:
         raise OptionError(
-            f"{solver.name} leaves coordinates at zero, and the activation {prior.name!r} never is zero, so there is no "
+            f"{solver.name} leaves coordinates at zero, and the activation {prior.name!r} never is zero, so there is "
+            f"no "
             "argument to hand out; use output='value'."
         )
     if solver.config.lam > 0 or prior.bounded or out_features <= in_features * math.prod(geometry.stride):
         return
     reason = (
-        f"{out_features} outputs of {in_features} inputs with lam=0 and prior {prior.name!r}: the problem need not have a "
+        f"{out_features} outputs of {in_features} inputs with lam=0 and prior {prior.name!r}: the problem need not "
+        f"have a "
         "minimiser, and its iterates can grow without bound; use lam > 0 (default 1e-3)"
     )
-    if getattr(solver.config, "gradient", None) == "implicit":
+    if solver.implicit:
         raise NoMinimizerError(f"{reason}. An implicit gradient does not exist there.")
     warnings.warn(f"{reason}.", NoMinimizerWarning, stacklevel=4)
 
@@ -104,7 +106,7 @@ def run_block(
         generator: Source of the draws; the global one by default.
         diagnose: Also record objective and residual per iteration.
     """
-    sampling = solver.samples != "nothing" and (training or solver.config.eval_mode == "stochastic")
+    sampling = solver.samples != "nothing" and (training or solver.samples_in_evaluation)
     dtype = output_dtype(operator.weight)
     working = working_dtype(dtype)
     additive = None if bias is None else operator.per_feature(bias).to(working)
@@ -116,6 +118,7 @@ def run_block(
         bias=additive,
         layer=layer if skip is None else lambda: layer().to(working) + skip,
         dtype=working,
+        rounding=torch.finfo(dtype).eps,
         prior=prior,
         smoothness=solver.smoothness(operator, lipschitz.detach().to(working)),
         lam=solver.config.lam,
@@ -125,5 +128,3 @@ def run_block(
     solution = differentiable_solve(solver, problem, draws=draws, diagnose=diagnose)
     result = solution.argument if output == "argument" else solution.value
     return result.to(dtype), solution.diagnostics
-
-

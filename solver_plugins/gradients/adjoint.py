@@ -1,7 +1,7 @@
 """The linear system behind an implicit gradient.
 
-At a fixed point ``v = T(v) = M prox(v) + t c``, ``M = I - t H``, an incoming gradient ``w`` of ``v`` becomes the gradient ``y`` of one
-application of ``T`` by
+At a fixed point ``v = T(v) = M prox(v) + t c``, ``M = I - t H``, an incoming gradient ``w`` of ``v`` becomes the
+gradient ``y`` of one application of ``T`` by
 
     y = w + J M y,       J = d prox_{t g}(v) / dv   (symmetric)
 
@@ -9,8 +9,8 @@ For a separable prior ``J = D`` is a diagonal in [0, 1], and ``y = w + D^(1/2) z
 
     (I - D^(1/2) M D^(1/2)) z = D^(1/2) M w,
 
-which conjugate gradients solve; for ReLU this is CG on the active coordinates. Otherwise (softmax) the fixed-point form is
-iterated: softmax is 1/2-Lipschitz, so each step halves the error.
+which conjugate gradients solve; for ReLU this is CG on the active coordinates. Otherwise (softmax) the fixed-point form
+is iterated: softmax is 1/2-Lipschitz, so each step halves the error.
 """
 
 from collections.abc import Callable

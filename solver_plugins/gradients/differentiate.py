@@ -12,6 +12,6 @@ def differentiable_solve(
     Unrolled (autograd through every iteration, any order of derivatives) unless the solver's config says
     ``gradient="implicit"`` (first derivatives only; a second one is refused).
     """
-    if getattr(solver.config, "gradient", "unrolled") == "implicit":
+    if solver.implicit:
         return solve_implicit(solver, problem, diagnose=diagnose)
     return solve(solver, problem, draws=draws, diagnose=diagnose)

@@ -1,8 +1,8 @@
 """Implicit differentiation of a converged deterministic solve: memory does not grow with the iterations.
 
-An implicit gradient is right only at a fixed point. Forward and backward therefore check their residual; where it is above
-``implicit_tol`` they fall back to unrolling and say so (:class:`NotConvergedWarning`). Under ``torch.compile`` there is no such
-check: a data-dependent branch would break the graph.
+An implicit gradient is right only at a fixed point. Forward and backward therefore check their residual; where it is
+above ``implicit_tol`` they fall back to unrolling and say so (:class:`NotConvergedWarning`). Under ``torch.compile``
+there is no such check: a data-dependent branch would break the graph.
 """
 
 import dataclasses
@@ -14,15 +14,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from solver_plugins.errors import NotConvergedWarning
+from solver_plugins.errors import DoubleBackwardError, NotConvergedWarning
 from solver_plugins.gradients.adjoint import conjugate_gradients, fixed_point, relative_residual
 from solver_plugins.solvers import BlockProblem, Solution, Solver, State, solve
 
 
 class _AdjointSolve(torch.autograd.Function):
-    """The identity, with a linear solve as its backward. Differentiating that once more would be wrong, so it is refused."""
+    """The identity, with a linear solve as its backward.
 
-    generate_vmap_rule = False
+    Differentiating that once more would be wrong, so it is refused.
+    """
 
     @staticmethod
     def forward(v: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
@@ -33,9 +34,20 @@ class _AdjointSolve(torch.autograd.Function):
         ctx.adjoint = inputs[1]
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.adjoint(grad), None
+        # @once_differentiable alone lets a second derivative pass, silently without this term, where the incoming
+        # gradient is a constant (loss = out.sum() + ...).
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise DoubleBackwardError(
+                "Expected a first derivative only; found create_graph=True through a block with gradient='implicit'. "
+                "Use gradient='unrolled', whose derivatives of any order are right."
+            )
+        return _AdjointSolve._solve(ctx, grad), None
+
+    @staticmethod
+    @once_differentiable
+    def _solve(ctx: Any, grad: Tensor) -> Tensor:
+        return ctx.adjoint(grad)
 
 
 def solve_implicit(solver: Solver, problem: BlockProblem, *, diagnose: bool = False) -> Solution:
@@ -49,6 +61,8 @@ def solve_implicit(solver: Solver, problem: BlockProblem, *, diagnose: bool = Fa
     config = solver.config
     if not torch.is_grad_enabled():
         return solve(solver, problem, diagnose=diagnose)
+    # The layer's output is computed once and kept: it must be recorded.
+    _ = problem.output
     with torch.no_grad():
         solution = solve(solver, problem, diagnose=diagnose)
         v = solution.state.v
@@ -82,8 +96,10 @@ def _adjoint(solver: Solver, problem: BlockProblem, v: Tensor, w: Tensor) -> Ten
     if error <= config.implicit_tol:
         return y
     warnings.warn(
-        f"{solver.name}: the implicit backward solve reached a relative residual of {error:.2e} in {config.implicit_iters} "
-        f"steps, above implicit_tol={config.implicit_tol:.0e}; the gradient of {config.iters} unrolled iterations is used "
+        f"{solver.name}: the implicit backward solve reached a relative residual of {error:.2e} in "
+        f"{config.implicit_iters} "
+        f"steps, above implicit_tol={config.implicit_tol:.0e}; the gradient of {config.iters} unrolled iterations is "
+        f"used "
         "instead. Raise implicit_iters or lam.",
         NotConvergedWarning,
         stacklevel=2,

@@ -1,5 +1,6 @@
 """Safeguarded Anderson acceleration of the proximal-gradient map."""
 
+import itertools
 from dataclasses import dataclass
 
 import pydantic
@@ -44,8 +45,8 @@ class Anderson(Solver):
         T(v) = x - t grad F(x),  x = prox_{t g}(v);     f_j = T(v_j) - v_j
         v_{k+1} = T(v_k) - sum_j gamma_j (T(v_{j+1}) - T(v_j)),     gamma = argmin |f_k - sum_j gamma_j (f_{j+1} - f_j)|
 
-    ``T`` is nonexpansive. Where the residual did not fall below the best one so far, the next point is the plain step from the
-    best point instead, so the method is never slower than half of ``proxgd``. Every sample decides for itself.
+    ``T`` is nonexpansive. Where the residual did not fall below the best one so far, the next point is the plain step
+    from the best point instead, so the method is never slower than half of ``proxgd``. Every sample decides for itself.
     """
 
     name = "anderson"
@@ -56,7 +57,9 @@ class Anderson(Solver):
     def init(self, problem: BlockProblem) -> None:
         return None
 
-    def step(self, problem: BlockProblem, state: HistoryState | None, iteration: int, draws: Draws | None) -> HistoryState:
+    def step(
+        self, problem: BlockProblem, state: HistoryState | None, iteration: int, draws: Draws | None
+    ) -> HistoryState:
         step = problem.step
         if state is None:
             return HistoryState(problem.descend(None, problem.gradient(None), step), step, (), (), None, None)
@@ -72,19 +75,21 @@ class Anderson(Solver):
         residuals = (*state.residuals, residual)[-self.config.window - 1 :]
         better = size < state.best_size
         best_image = torch.where(better, flat_image, state.best_image)
-        v = torch.where(better, self._mix(images, residuals), best_image)
+        v = torch.where(better, self._mix(images, residuals, problem.rounding), best_image)
         best_size = torch.where(better, size, state.best_size)
         return HistoryState(v.reshape(image.shape), step, images, residuals, best_image, best_size)
 
-    def _mix(self, images: tuple[Tensor, ...], residuals: tuple[Tensor, ...]) -> Tensor:
+    def _mix(self, images: tuple[Tensor, ...], residuals: tuple[Tensor, ...], rounding: float) -> Tensor:
         # The small solve keeps the working precision: autocast would run its products in half.
         with torch.autocast(images[-1].device.type, enabled=False):
-            df = torch.stack([b - a for a, b in zip(residuals, residuals[1:], strict=False)], -2)
-            dt = torch.stack([b - a for a, b in zip(images, images[1:], strict=False)], -2)
+            df = torch.stack([b - a for a, b in itertools.pairwise(residuals)], -2)
+            dt = torch.stack([b - a for a, b in itertools.pairwise(images)], -2)
             normal = df @ df.mT
             eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
-            scale = normal.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-            ridge = self.config.ridge * scale + torch.finfo(normal.dtype).tiny
+            scale = normal.diagonal(dim1=-2, dim2=-1).sum(-1)
+            # Differences below the rounding error of T carry no information; in half precision that is most of them.
+            noise = rounding**2 * images[-1].detach().square().sum(-1)
+            ridge = (self.config.ridge * scale + noise + torch.finfo(normal.dtype).tiny)[..., None, None]
             right = df @ residuals[-1].unsqueeze(-1)
             gamma = torch.linalg.solve(normal + ridge * eye, right)
             return images[-1] - (dt.mT @ gamma).squeeze(-1)

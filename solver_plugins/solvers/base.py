@@ -76,7 +76,8 @@ class SamplingConfig(SolverConfig):
 
     @pydantic.model_validator(mode="after")
     def _decay_needs_exp(self) -> "SamplingConfig":
-        if "decay" in self.model_fields_set and self.step != "exp":
+        # By value: a config that was saved and read again sets every field.
+        if self.step != "exp" and self.decay != type(self).model_fields["decay"].default:
             raise ValueError(f"option 'decay' only acts with step='exp'; found step={self.step!r}. Drop one of them.")
         return self
 
@@ -114,6 +115,8 @@ class Solver(abc.ABC):
         tags: Words to filter by: "deterministic" or "sampling", and others.
         Config: The options' model.
         samples: What is drawn at random: nothing, input features, or output features.
+        implicit: Whether gradients are those of the minimiser instead of the iterations.
+        samples_in_evaluation: Whether evaluation is stochastic, too.
     """
 
     name: ClassVar[str]
@@ -123,6 +126,8 @@ class Solver(abc.ABC):
 
     def __init__(self, config: Any):
         self.config = config
+        self.implicit = getattr(config, "gradient", "unrolled") == "implicit"
+        self.samples_in_evaluation = getattr(config, "eval_mode", "deterministic") == "stochastic"
 
     @classmethod
     def from_options(cls, **options: Any) -> "Solver":
@@ -203,9 +208,7 @@ class SamplingSolver(Solver):
         """Returns how many independent draws to make: one per problem, or a single one for all of them."""
         return tuple(tensor.shape[: tensor.dim() - len(operator.problem_dims)]) if self.config.per_sample else ()
 
-    def uniform_mask(
-        self, like: Tensor, features: int, tau: int, operator: LinearOperator, draws: Draws
-    ) -> Tensor:
+    def uniform_mask(self, like: Tensor, features: int, tau: int, operator: LinearOperator, draws: Draws) -> Tensor:
         """Draws a tau-nice 0/1 mask (Definition 3.1) that broadcasts along the features of ``like``."""
         mask = tau_nice_mask(
             self.batch_shape(like, operator),

@@ -43,7 +43,9 @@ class FISTA(Solver):
     def init(self, problem: BlockProblem) -> None:
         return None
 
-    def step(self, problem: BlockProblem, state: MomentumState | None, iteration: int, draws: Draws | None) -> MomentumState:
+    def step(
+        self, problem: BlockProblem, state: MomentumState | None, iteration: int, draws: Draws | None
+    ) -> MomentumState:
         step = problem.step
         if state is None:
             return MomentumState(problem.descend(None, problem.gradient(None), step), step, None, None, None)

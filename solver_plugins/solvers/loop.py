@@ -56,9 +56,7 @@ class Solution:
         return self.solver.value(self.problem, self.state)
 
 
-def solve(
-    solver: Solver, problem: BlockProblem, *, draws: Draws | None = None, diagnose: bool = False
-) -> Solution:
+def solve(solver: Solver, problem: BlockProblem, *, draws: Draws | None = None, diagnose: bool = False) -> Solution:
     """Runs ``solver.config.iters`` iterations from ``x_0 = 0``.
 
     The number of iterations is fixed: a stopping rule would make a sample's result depend on its batch.

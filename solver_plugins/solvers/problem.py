@@ -3,13 +3,12 @@
     F(x) = 1/2 |A^T x - u|^2 - <b, x> + lam/2 |x|^2          minimise F(x) + g(x)              (eq. 5, errata 3 and 4)
 
 Formulation ``paper`` is exactly this, with the step ``t = 1/L``, ``L = lambda_max(A A^T) + lam``. Formulation
-``normalized`` is the same problem with ``A/sqrt(L)``, ``sqrt(L) u`` and ``lam/L``: its Lipschitz constant is 1, its step
-is the unit step, and so one iteration is the layer followed by its activation, for every prior. In both
+``normalized`` is the same problem with ``A/sqrt(L)``, ``sqrt(L) u`` and ``lam/L``: its Lipschitz constant is 1, its
+step is the unit step, and so one iteration is the layer followed by its activation, for every prior. In both
 
     grad F(x) = s (A A^T + lam) x - c,     c = A u + b,     s t = 1/L,     (s, t) = (1/L, 1) or (1, 1/L).
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -29,7 +28,7 @@ def working_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class BlockProblem:
     """One block problem per sample of a batch, ready to be solved.
 
@@ -39,6 +38,7 @@ class BlockProblem:
         bias: ``b``, broadcastable to the output; a skip connection is part of it. None means zero.
         layer: Computes ``c = A u + b``, the plain layer's output. A sampling solver may never need it.
         dtype: The working precision (see :func:`working_dtype`).
+        rounding: Relative rounding error of the products with ``A`` (that of half under autocast).
         prior: ``g``.
         smoothness: The constant ``L`` (with ``lam``) that sets the step; a positive 0-d tensor.
         lam: The strong convexity that is added to ``F``.
@@ -50,15 +50,20 @@ class BlockProblem:
     bias: Tensor | None
     layer: Callable[[], Tensor]
     dtype: torch.dtype
+    rounding: float
     prior: Prior
     smoothness: Tensor
     lam: float
     formulation: Formulation
+    _output: Tensor | None = None
 
-    @functools.cached_property
+    @property
     def output(self) -> Tensor:
-        """``c = A u + b``, in the working precision."""
-        return self.layer().to(self.dtype)
+        """``c = A u + b``, in the working precision; computed at the first use."""
+        # Not functools.cached_property: its lock cannot be compiled.
+        if self._output is None:
+            self._output = self.layer().to(self.dtype)
+        return self._output
 
     @property
     def step(self) -> Step:
@@ -104,12 +109,14 @@ class BlockProblem:
 
     def objective(self, x: Tensor) -> Tensor:
         """Returns ``F(x) + g(x)`` of the problem actually solved, one number per sample."""
-        constant = 0.5 * self.input.to(x.dtype).square()
+        fitted, input = self.operator.adjoint(x).to(x.dtype), self.input.to(x.dtype)
+        lam: float | Tensor = self.lam
         if self.formulation == "normalized":
-            constant = constant * self.smoothness
+            root = self.smoothness.sqrt()
+            fitted, input, lam = fitted / root, input * root, lam / self.smoothness
         dims = self.operator.problem_dims
-        quadratic = (x * (0.5 * self.hessian(x) - self.output)).sum(dims)
-        return quadratic + constant.sum(dims) + self.prior.g(x).sum(dims)
+        total = 0.5 * (fitted - input).square().sum(dims) + (0.5 * lam * x.square() + self.prior.g(x)).sum(dims)
+        return total if self.bias is None else total - (self.bias * x).sum(dims)
 
     def residual(self, x: Tensor) -> Tensor:
         """Returns ``|x - prox_{t g}(x - t grad F(x))| / max(|x|, 1)`` per sample: zero exactly at a minimiser."""

@@ -6,14 +6,15 @@ import pydantic
 import torch
 from torch import Tensor
 
-from solver_plugins.operators import LinearOperator, importance_mask, inclusion_probabilities
+from solver_plugins.operators import LinearOperator, importance_mask, importance_weights, inclusion_probabilities
 from solver_plugins.registry import register_solver
 from solver_plugins.solvers.base import Draws, SamplingConfig, SamplingSolver, State
 from solver_plugins.solvers.problem import BlockProblem
 from solver_plugins.solvers.steps import StepRule, full_smoothness, sampled_smoothness
 
 UNIFORM_SHARE = 0.5
-"""Share of uniform sampling in ``sampling="gradient"``: bounds every weight by ``2 n1/tau``, however small a gradient is."""
+"""Share of uniform sampling in ``sampling="gradient"``: bounds every weight by ``2 n1/tau``, however small a gradient
+is."""
 
 
 class ProxSGConfig(SamplingConfig):
@@ -80,7 +81,7 @@ class ProxSG(SamplingSolver):
             else:
                 probabilities = self._gradient_probabilities(problem, x, tau)
             mask = importance_mask(probabilities, generator=draws.generator)
-            weights = torch.where(probabilities > 0, mask / probabilities.clamp_min(torch.finfo(u.dtype).tiny), 0.0)
+            weights = importance_weights(mask, probabilities)
         return operator.per_feature(weights)
 
     def _gradient_probabilities(self, problem: BlockProblem, x: Tensor | None, tau: int) -> Tensor:

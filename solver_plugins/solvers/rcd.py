@@ -15,8 +15,8 @@ from solver_plugins.solvers.problem import BlockProblem
 class RCDConfig(SamplingConfig):
     """Options of ``rcd``.
 
-    ``step="expected_smoothness"`` and ``"constant"`` are the same here: a principal block of the Hessian is never larger than the
-    whole, so ``1/L`` is safe for every sample.
+    ``step="expected_smoothness"`` and ``"constant"`` are the same here: a principal block of the Hessian is never
+    larger than the whole, so ``1/L`` is safe for every sample.
     """
 
 
@@ -59,7 +59,9 @@ class RCD(SamplingSolver):
         argument = problem.prior.zero_argument
         return CoordinateState(zero, problem.step, zero, None if argument is None else torch.full_like(zero, argument))
 
-    def step(self, problem: BlockProblem, state: CoordinateState, iteration: int, draws: Draws | None) -> CoordinateState:
+    def step(
+        self, problem: BlockProblem, state: CoordinateState, iteration: int, draws: Draws | None
+    ) -> CoordinateState:
         step = self.step_at(problem, iteration)
         start = None if iteration == 0 else state.x
         v = problem.descend(start, problem.gradient(start), step)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from solver_plugins.operators import uniform
 from solver_plugins.registry import register_solver
 from solver_plugins.solvers.base import Draws
 from solver_plugins.solvers.problem import BlockProblem
@@ -13,9 +14,9 @@ from solver_plugins.solvers.variance_reduced import VarianceReduced, VarianceRed
 class S2GD(VarianceReduced):
     """Semi-stochastic gradient: one feature per inner step, next outer loop from a random inner iterate.
 
-    The iterate ``x_j``, ``1 <= j <= m``, is taken with a probability proportional to ``(1 - t lam)^(m-j)``. All ``m`` inner steps
-    are run and one is picked, which has the same law as stopping at a random step but no data-dependent length. ``p`` plays no part:
-    ``tau = 1`` whatever the dropout rate of the layer that is replaced.
+    The iterate ``x_j``, ``1 <= j <= m``, is taken with a probability proportional to ``(1 - t lam)^(m-j)``. All ``m``
+    inner steps are run and one is picked, which has the same law as stopping at a random step but no data-dependent
+    length. ``p`` plays no part: ``tau = 1`` whatever the dropout rate of the layer that is replaced.
     """
 
     name = "s2gd"
@@ -36,8 +37,8 @@ class S2GD(VarianceReduced):
         powers = torch.arange(len(iterates) - 1, -1, -1, device=last.device, dtype=last.dtype)
         law = torch.cumsum(keep.to(last.dtype) ** powers, 0)
         shape = self.batch_shape(last, operator)
-        uniform = torch.rand(shape, device=last.device, dtype=last.dtype, generator=draws.generator)
-        chosen = torch.searchsorted(law / law[-1], uniform.unsqueeze(-1)).clamp_max(len(iterates) - 1)
+        position = uniform(shape, last.device, last.dtype, draws.generator)
+        chosen = torch.searchsorted(law / law[-1], position.unsqueeze(-1)).clamp_max(len(iterates) - 1)
         chosen = chosen.reshape(shape + (1,) * len(operator.problem_dims))
         snapshot = iterates[0]
         for index, iterate in enumerate(iterates[1:], start=1):

@@ -9,9 +9,9 @@ Every rule starts with the full step, so that one iteration stays the original b
 | ``bottou`` | ``L`` | ``1/(1 + t0 lam k)`` (Bottou 2012) |
 | ``expected_smoothness`` | ``L_tau`` (Gower et al. 2018), guarded | 1 |
 
-``1/L`` is only safe while the sample is large. ``1/L_tau`` never expands in the mean square. A *single* draw has the Hessian
-``A diag(w) A^T`` with ``lambda_max <= min(max_i(w_i) L, sum of the tau largest w_i |a_i|^2)``; half of that bound is a
-floor on the constant, so that no realisation can overshoot: ``|1 - lambda/L_eff| <= 1`` on every direction.
+``1/L`` is only safe while the sample is large. ``1/L_tau`` never expands in the mean square. A *single* draw has the
+Hessian ``A diag(w) A^T`` with ``lambda_max <= min(max_i(w_i) L, sum of the tau largest w_i |a_i|^2)``; half of that
+bound is a floor on the constant, so that no realisation can overshoot: ``|1 - lambda/L_eff| <= 1`` on every direction.
 """
 
 from typing import Literal
@@ -25,7 +25,10 @@ from solver_plugins.prox.base import Step
 StepRule = Literal["constant", "exp", "bottou", "expected_smoothness"]
 
 SMALLEST_CONSTANT = 1e-12
-"""Floor on ``L``: zero weights and ``lam = 0`` must still give a finite step. There ``A A^T x = 0``, so any step will do."""
+"""Floor on ``L``: zero weights and ``lam = 0`` must still give a finite step.
+
+There ``A A^T x = 0``, so any step will do.
+"""
 
 
 def full_smoothness(lipschitz: Tensor, lam: float) -> Tensor:

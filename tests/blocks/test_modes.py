@@ -1,0 +1,128 @@
+"""Dtypes, autocast, torch.compile, vmap-free transforms: a block computes the same everywhere."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import nn
+
+from solver_plugins import SolverBlock, SolverConv2d, SolverLinear
+from tests.solvers.cases import CASES, DETERMINISTIC
+from tests.tolerances import tolerance
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def blocks(solver, **options):
+    yield SolverLinear(12, 8, activation="relu", solver=solver, iters=5, **options), torch.randn(6, 12)
+    yield (
+        SolverConv2d(3, 4, 3, padding=1, activation="tanh", solver=solver, iters=4, **options),
+        torch.randn(2, 3, 6, 6),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("solver", DETERMINISTIC)
+def test_moved_to_another_dtype(solver, dtype):
+    # Well conditioned: how far two iterates of an accelerated method lie apart is a matter of conditioning.
+    for block, u in blocks(solver, lam=1.0):
+        block.eval()
+        expected = block(u)
+        got = block.to(dtype)(u.to(dtype))
+        assert got.dtype == dtype
+        assert block.L.dtype == (torch.float64 if dtype == torch.float64 else torch.float32), "constants keep precision"
+        bounds = tolerance(torch.bfloat16 if dtype.itemsize < 4 else torch.float32)
+        torch.testing.assert_close(got.float(), expected, **bounds._asdict())
+
+
+def test_a_constant_too_large_for_half_survives():
+    block = SolverLinear(64, 64, activation="relu", solver="proxgd", iters=3)
+    block.weight.data.mul_(1e3)
+    block.refresh_step()
+    before = float(block.L)
+    assert before > 65504
+    assert float(block.half().L) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("solver", sorted(CASES))
+def test_autocast(solver, dtype):
+    for block, u in blocks(solver, lam=1.0, **CASES[solver]):
+        block.eval()
+        expected = block(u)
+        with torch.autocast("cpu", dtype=dtype):
+            got = block(u)
+            assert got.dtype == dtype
+            block.train()
+            block(u).float().square().mean().backward()
+        torch.testing.assert_close(got.float(), expected, **tolerance(torch.bfloat16)._asdict())
+        assert block.weight.grad.dtype == torch.float32 and torch.isfinite(block.weight.grad).all()
+
+
+@pytest.mark.parametrize("gradient", ["unrolled", "implicit"])
+@pytest.mark.parametrize("solver", DETERMINISTIC)
+def test_compiled_without_a_graph_break_or_recompilation(solver, gradient):
+    # Eager execution checks the residual, which these few iterations do not reach.
+    options = {} if gradient == "unrolled" else {"implicit_tol": 10.0, "implicit_iters": 3}
+    for block, u in blocks(solver, gradient=gradient, **options):
+        counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(block, fullgraph=True, backend=counter)
+        for training in (True, False):
+            block.train(training)
+            compiled(u)
+            frames = counter.frame_count
+            for factor in (1.5, 0.5, 2.0):
+                with torch.no_grad():
+                    block.weight.mul_(factor)
+                block.refresh_step()
+                torch.testing.assert_close(compiled(u), block(u), rtol=1e-4, atol=1e-5)
+            assert counter.frame_count == frames, "a refreshed L must not recompile"
+
+
+def test_compiled_gradients_with_inductor():
+    block = SolverLinear(12, 8, activation="relu", solver="proxgd", iters=4)
+    u = torch.randn(6, 12)
+    compiled = torch.compile(block, fullgraph=True)
+    (expected,) = torch.autograd.grad(block(u).square().sum(), block.weight)
+    (got,) = torch.autograd.grad(compiled(u).square().sum(), block.weight)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("solver", sorted(CASES))
+def test_sampling_solvers_compile_whole_too(solver):
+    """Compiled random numbers differ from eager ones, so only the graph is checked, and that results are finite."""
+    block = SolverLinear(12, 8, activation="relu", solver=solver, iters=4, **CASES[solver])
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    out = compiled(torch.randn(6, 12))
+    out.sum().backward()
+    assert torch.isfinite(out).all() and torch.isfinite(block.weight.grad).all()
+
+
+def test_inference_mode_and_functional_call():
+    block, u = next(blocks("proxgd"))
+    expected = block(u)
+    with torch.inference_mode():
+        torch.testing.assert_close(block(u), expected)
+    state = {name: 2 * value for name, value in block.named_parameters()}
+    doubled = torch.func.functional_call(block.eval(), state, (u,))
+    assert torch.isfinite(doubled).all()
+
+
+def test_parametrised_layers():
+    fc = torch.nn.utils.parametrizations.weight_norm(nn.Linear(6, 4))
+    block = SolverBlock.from_layer(fc, "relu", "proxgd", 1)
+    u = torch.randn(3, 6)
+    assert torch.equal(block(u), fc(u)) and isinstance(block, nn.Linear)
+    assert list(block.state_dict()) == list(fc.state_dict())
+    block(u).sum().backward()
+    assert fc.parametrizations.weight.original0.grad is not None
+
+
+def test_ddp_like_buffers_are_plain_tensors():
+    block = SolverLinear(6, 4, solver="proxgd")
+    assert {name for name, _ in block.named_buffers()} == {
+        "L", "power_vectors", "power_ratio", "weight_fingerprint",
+    }  # fmt: skip
+    assert all(not buffer.requires_grad for buffer in block.buffers())

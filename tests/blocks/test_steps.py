@@ -1,0 +1,164 @@
+"""Where a block's Lipschitz constant comes from, and that it follows the weights."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from solver_plugins import SolverBlock, SolverConv2d, SolverLinear, lipschitz_constant, refresh_steps
+from solver_plugins.errors import OptionError, WeightError
+
+
+def exact(layer):
+    return float(torch.linalg.matrix_norm(layer.weight.detach().double(), 2)) ** 2
+
+
+def test_certified_at_construction_and_after_loading():
+    block = SolverLinear(30, 20, activation="relu", solver="proxgd")
+    assert exact(block) <= float(block.L) <= 1.001 * exact(block)
+    assert "L" not in block.state_dict()
+    state = {name: 5 * value for name, value in block.state_dict().items()}
+    block.load_state_dict(state)
+    assert exact(block) <= float(block.L) <= 1.001 * exact(block)
+    other = nn.Sequential(SolverLinear(30, 20, activation="relu", solver="proxgd"))
+    other.load_state_dict({f"0.{k}": v for k, v in state.items()}, assign=True)
+    assert float(other[0].L) == pytest.approx(float(block.L), rel=1e-5)
+
+
+def test_loading_weights_that_are_not_finite_is_reported():
+    block = SolverLinear(3, 2, activation="relu", solver="proxgd")
+    with pytest.raises(RuntimeError, match="finite"):
+        block.load_state_dict({"weight": torch.full((2, 3), torch.nan), "bias": torch.zeros(2)})
+
+
+@pytest.mark.parametrize("method", ["certified", "power"])
+def test_refresh_steps_of_a_model(method):
+    model = nn.Sequential(
+        SolverConv2d(3, 8, 3, padding=1, activation="relu", solver="proxgd"),
+        nn.ReLU(),
+        nn.Flatten(),
+        SolverLinear(8 * 16, 10, solver="fista"),
+    )
+    buffers = [model[0].L, model[3].L]
+    for parameter in model.parameters():
+        parameter.data.mul_(3)
+    found = refresh_steps(model, method=method)
+    assert list(found) == ["0", "3"]
+    assert model[0].L is buffers[0] and float(model[0].L) == pytest.approx(float(found["0"]))
+    if method == "certified":
+        assert float(found["3"]) == pytest.approx(exact(model[3]), rel=1e-3)
+
+
+def test_refresh_steps_changes_nothing_when_it_fails():
+    model = nn.Sequential(SolverLinear(4, 4, solver="proxgd"), SolverLinear(4, 4, solver="proxgd"))
+    before = [float(block.L) for block in model]
+    model[0].weight.data.mul_(2)
+    model[1].weight.data[0, 0] = torch.inf
+    with pytest.raises(WeightError, match="'1'"):
+        refresh_steps(model)
+    assert [float(block.L) for block in model] == before
+    with pytest.raises(OptionError, match=r"exact|certified"):
+        refresh_steps(model[0], method="guess")
+    with pytest.raises(OptionError, match="without any"):
+        refresh_steps(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_training_follows_the_weights(kind):
+    """A plain loop: nobody calls refresh_steps, and L stays close to the truth (never below it by more than a
+    little)."""
+    if kind == "linear":
+        block, u = SolverLinear(30, 20, activation="relu", solver="proxgd", iters=3), torch.randn(64, 30)
+    else:
+        block = SolverConv2d(4, 6, 3, padding=1, activation="relu", solver="proxgd", iters=3)
+        u = torch.randn(8, 4, 8, 8)
+    optimizer = torch.optim.SGD(block.parameters(), 0.2, momentum=0.9)
+    target = torch.randn_like(block(u)).relu() * 3
+    start = float(lipschitz_constant(block_layer(block)))
+    for _ in range(60):
+        optimizer.zero_grad()
+        (torch.relu(block(u)) - target).square().mean().backward()
+        optimizer.step()
+    block(u)
+    true = float(lipschitz_constant(block_layer(block), tolerance=0.02))
+    assert abs(true / start - 1) > 0.1, "the test needs weights that moved"
+    assert 0.8 * true < float(block.L) < 1.4 * true
+
+
+def block_layer(block):
+    plain = nn.Linear(2, 2) if isinstance(block, nn.Linear) else nn.Conv2d(4, 6, 3, padding=1)
+    plain.weight = block.weight
+    return plain
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("factor", [2.0, 30.0])
+def test_weights_scaled_behind_its_back_do_not_make_a_solve_diverge(training, factor):
+    block = SolverLinear(16, 16, activation="relu", solver="proxgd", iters=60, lam=0.0).train(training)
+    u = torch.randn(4, 16)
+    block.weight.data.mul_(factor)
+    fresh = SolverLinear.from_linear(plain_copy(block), "relu", solver="proxgd", iters=60, lam=0.0).train(training)
+    torch.testing.assert_close(block(u), fresh(u), rtol=1e-2, atol=1e-2)
+
+
+def plain_copy(block):
+    fc = nn.Linear(block.in_features, block.out_features)
+    fc.load_state_dict(block.state_dict())
+    return fc
+
+
+def test_evaluation_leaves_no_trace():
+    block = SolverLinear(16, 16, activation="relu", solver="proxgd").eval()
+    block.weight.data.mul_(2)
+    before = {name: buffer.clone() for name, buffer in block.named_buffers()}
+    block(torch.randn(2, 16))
+    for name, buffer in block.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+@pytest.mark.parametrize("solver", ["proxgd", "proxsg", "ms2gd", "s2gd"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_recomputes_the_same_step_and_masks(solver, reentrant):
+    torch.manual_seed(0)
+    block = SolverLinear(16, 12, activation="relu", solver=solver, iters=6, dtype=torch.float64)
+    first, second = (torch.randn(4, 16, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    grads = []
+    for wrap in (lambda u: block(u), lambda u: checkpoint(block, u, use_reentrant=reentrant)):
+        state = {name: buffer.clone() for name, buffer in block.named_buffers()}
+        torch.manual_seed(1)
+        # Two forwards before one backward: the second must not change the step that the first is recomputed with.
+        loss = wrap(first).square().sum() + wrap(second).square().sum()
+        grads.append(backward(loss, first, second, block.weight))
+        for name, buffer in block.named_buffers():
+            buffer.copy_(state[name])
+    for a, b in zip(*grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def backward(loss, *leaves):
+    """Gradients through ``Tensor.backward``: the reentrant checkpoint refuses ``torch.autograd.grad``."""
+    for leaf in leaves:
+        leaf.grad = None
+    loss.backward()
+    return [leaf.grad.clone() for leaf in leaves]
+
+
+def test_nothing_is_refreshed_while_the_weights_stand_still():
+    block = SolverLinear(16, 12, activation="relu", solver="proxgd")
+    u = torch.randn(4, 16)
+    block(u)
+    before = {name: buffer.clone() for name, buffer in block.named_buffers()}
+    block(u)
+    for name, buffer in block.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+def test_meta_device_then_loading():
+    block = SolverLinear(8, 4, activation="relu", solver="proxgd", device="meta")
+    assert block.L.is_meta
+    block = block.to_empty(device="cpu")
+    source = nn.Linear(8, 4)
+    block.load_state_dict(source.state_dict())
+    reference = SolverBlock.from_layer(source, "relu", "proxgd")
+    u = torch.randn(3, 8)
+    torch.testing.assert_close(block.eval()(u), reference.eval()(u))
