@@ -2,9 +2,9 @@
 
     .venv/bin/python -m tests.benchmarks.solvers_at_ten [--figure docs/solvers.png]
 
-Prints a Markdown table. Times are forward + backward, interleaved, best of several, in units of linear + ReLU in the same
-run; two threads. Gaps are medians over the batch of ``(F(x_k) - F*) / (F(x_1) - F*)`` for the problem that each solver
-solves, with ``F*`` from 3000 iterations of fista. Nothing here is asserted: the machine is noisy.
+Prints a Markdown table. Times are forward + backward, interleaved, best of several, in units of linear + ReLU in the
+same run; two threads. Gaps are medians over the batch of ``(F(x_k) - F*) / (F(x_1) - F*)`` for the problem that each
+solver solves, with ``F*`` from 3000 iterations of fista. Nothing here is asserted: the machine is noisy.
 """
 
 import argparse
