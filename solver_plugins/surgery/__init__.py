@@ -1,0 +1,1 @@
+"""From a model to its blocks: record a forward pass, match patterns, select what to convert."""

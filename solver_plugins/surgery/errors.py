@@ -1,0 +1,11 @@
+"""What can go wrong between a model and its blocks."""
+
+from solver_plugins.errors import SolverPluginsError
+
+
+class RecordError(SolverPluginsError, RuntimeError):
+    """A model could not be run once to see what it computes."""
+
+
+class TargetError(SolverPluginsError, ValueError):
+    """A target names nothing that can be converted."""

@@ -1,0 +1,133 @@
+"""A record as a graph to walk: who reads a value, and what comes next when shape operations are skipped."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from solver_plugins.surgery import kinds
+from solver_plugins.surgery.record import Call, Record
+
+CallKind = Literal["linear", "norm", "dropout", "droppath", "activation", "shape", "add", "other"]
+
+_LOOKS_ONLY = frozenset(
+    f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
+).union(f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor"))
+"""Functions that read the shape, dtype and device of a tensor, not its numbers."""
+_AS = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "to"})
+"""Functions that read only those of their second tensor."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What comes after a value.
+
+    Attributes:
+        value: The value that the next call reads; it holds the numbers of the one asked about.
+        call: The only call that reads it, or None.
+        readers: The calls that read it, one or more or none.
+        reshaped: Whether shape operations were skipped on the way.
+        is_output: Whether the model returns it.
+    """
+
+    value: int
+    call: Call | None
+    readers: tuple[Call, ...]
+    reshaped: bool
+    is_output: bool
+
+
+class Graph:
+    """A record with the questions that the matcher asks of it."""
+
+    def __init__(self, record: Record):
+        self.record = record
+        self._kinds: dict[int, CallKind] = {}
+
+    def kind(self, call: Call) -> CallKind:
+        """Returns what a call is; a dropout that drops nothing is a shape operation, as the identity is."""
+        known = self._kinds.get(call.index)
+        if known is None:
+            known = self._kinds[call.index] = self._find_kind(call)
+        return known
+
+    def _find_kind(self, call: Call) -> CallKind:
+        if call.module is not None:
+            kind = kinds.module_kind(call.module) or "other"
+            return "shape" if kind == "dropout" and self.rate(call) == 0 else kind
+        if call.function is None:
+            return "other"
+        if kinds.is_dropout_function(call.function):
+            return "shape" if self.rate(call) == 0 else "dropout"
+        if kinds.is_shape_function(call.function):
+            return "shape"
+        if kinds.is_activation_function(call.function):
+            return "activation"
+        return "add" if kinds.is_add_function(call.function) else "other"
+
+    def rate(self, call: Call) -> float:
+        """Returns the rate at which a dropout drops in training; zero for a function that was told not to."""
+        if call.module is not None:
+            return float(getattr(call.module, "p", 0.0))
+        p = call.args[1] if len(call.args) > 1 else call.kwargs.get("p", 0.5)
+        training = call.args[2] if len(call.args) > 2 else call.kwargs.get("training", call.kwargs.get("train", True))
+        return float(p) if training and isinstance(p, int | float) else 0.0
+
+    def readers(self, value: int) -> tuple[Call, ...]:
+        """Returns the calls that read the numbers of a value."""
+        calls = [self.record.calls[index] for index in dict.fromkeys(self.record.values[value].consumers)]
+        return tuple(call for call in calls if not self._only_looks(call, value))
+
+    def _only_looks(self, call: Call, value: int) -> bool:
+        if call.name in _LOOKS_ONLY:
+            return True
+        return call.name in _AS and all(a.position != 0 for a in call.inputs if a.value == value)
+
+    def follow(self, value: int) -> Step:
+        """Goes on from a value over shape operations to the first call that is none, as long as nothing else reads."""
+        reshaped = False
+        while True:
+            readers = self.readers(value)
+            is_output = self.record.values[value].is_output
+            if len(readers) != 1 or is_output:
+                return Step(value, None, readers, reshaped, is_output)
+            if self.kind(readers[0]) != "shape" or not readers[0].outputs:
+                return Step(value, readers[0], readers, reshaped, False)
+            value, reshaped = readers[0].outputs[0], reshaped or _moves(readers[0])
+
+    def back(self, value: int) -> tuple[Call | None, int]:
+        """Goes back from a value over shape operations to the first call that is none.
+
+        Returns:
+            That call, and the largest number of readers (the model's caller among them) that any value on the way has.
+        """
+        most = 0
+        while True:
+            most = max(most, len(self.readers(value)) + self.record.values[value].is_output)
+            producer = self.record.values[value].producer
+            if producer is None:
+                return None, most
+            call = self.record.calls[producer]
+            if self.kind(call) != "shape" or not call.inputs:
+                return call, most
+            value = call.inputs[0].value
+
+    def source(self, value: int) -> str:
+        """Returns the name of what computes a value, for reports."""
+        call, _ = self.back(value)
+        if call is None:
+            return self.record.values[value].kind
+        return self.label(call)
+
+    def label(self, call: Call) -> str:
+        """Returns how reports call a step."""
+        if call.module is not None:
+            return f"{type(call.module).__name__} {call.name!r}"
+        return f"{call.name} in {call.scope!r}" if call.scope else call.name
+
+
+def _moves(call: Call) -> bool:
+    """Whether a shape operation may move the features to another place: casts and copies do not."""
+    if call.module is not None:
+        return isinstance(call.module, nn.Flatten | nn.Unflatten)
+    return call.name not in ("to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous")

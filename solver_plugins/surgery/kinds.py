@@ -1,0 +1,141 @@
+"""What a module or a function is to the matcher, by class hierarchy and name, so that no host is imported."""
+
+import re
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from solver_plugins.errors import SolverPluginsError
+from solver_plugins.operators.layers import LAYERS
+from solver_plugins.prox import prox_for
+from solver_plugins.prox.rejections import REJECTED_CLASSES, REJECTED_FUNCTIONS, REJECTED_HOST_FUNCTIONS
+from solver_plugins.prox.table import FUNCTIONS, HOST_FUNCTIONS
+
+ModuleKind = Literal["linear", "norm", "dropout", "droppath", "activation", "shape", "other"]
+
+_SHAPE_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.instancenorm._InstanceNorm)
+_NORM_NAME = re.compile(r"Norm|InplaceAbn|InPlaceABN")
+_DROPPATH_NAME = re.compile(r"(DropPath|StochasticDepth)$")
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SHAPE_FUNCTIONS = _words(
+    "view reshape flatten unflatten ravel permute transpose t T mT H mH contiguous squeeze unsqueeze view_as "
+    "reshape_as movedim moveaxis swapaxes swapdims to type type_as float double half bfloat16 clone alias _to_copy "
+    "_unsafe_view positive __pos__"
+)
+"""Functions that move the numbers of their first argument around, or store them in another dtype."""
+
+_DROPOUT_FUNCTIONS = _words(
+    "dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout"
+)
+_ADD_FUNCTIONS = _words("add add_ __add__ __radd__ __iadd__")
+_LINEAR_FUNCTIONS = _words(
+    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmm_ baddbmm addbmm einsum tensordot "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _conv_forward "
+    "multi_head_attention_forward grouped_mm _grouped_mm scaled_grouped_mm"
+)
+"""Functions that multiply by one of their arguments: given a Parameter, they are a linear layer without a module."""
+
+
+def linear_like(module: nn.Module) -> bool:
+    """Whether a module is a linear layer of any sort, readable by the package or not."""
+    if isinstance(module, _TRANSPOSED):
+        return True
+    return any(f"{base.__module__}.{base.__qualname__}" in LAYERS for base in type(module).__mro__)
+
+
+def module_kind(module: nn.Module) -> ModuleKind | None:
+    """Returns what a module is, if its call is one step of the record; None if the record looks inside of it."""
+    if linear_like(module):
+        return "linear"
+    if isinstance(module, _DropoutNd):
+        return "dropout" if type(module) in _DROPOUTS else "other"
+    if isinstance(module, _SHAPE_MODULES):
+        return "shape"
+    leaf = not module._modules
+    # Norms that hold their activation (timm) are not leaves.
+    if isinstance(module, _NORMS) or (_NORM_NAME.search(type(module).__name__) and _holds_only(module, "act", "drop")):
+        return "norm"
+    if not leaf:
+        return None
+    if _DROPPATH_NAME.search(type(module).__name__):
+        return "droppath"
+    if known_activation(module):
+        return "activation"
+    # torch's own leaves (pools, embeddings, recurrent layers) are steps; what others write is looked into.
+    return "other" if type(module).__module__.startswith("torch.nn.modules") else None
+
+
+def _holds_only(module: nn.Module, *names: str) -> bool:
+    return all(name in names for name in module._modules)
+
+
+def known_activation(module: nn.Module) -> bool:
+    """Whether it is known of a module that it is a proximal map, or that it is none."""
+    if any(f"{base.__module__}.{base.__qualname__}" in REJECTED_CLASSES for base in type(module).__mro__):
+        return True
+    # What is none of torch's, nor declared by the user, costs an error message; parameters rule most of it out.
+    if len(module._parameters) > 1 or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        return False
+    try:
+        prox_for(module)
+    except SolverPluginsError:
+        return type(module).__module__ == "torch.nn.modules.activation" and not isinstance(module, nn.Softmax)
+    return True
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """Returns the bare name of a function as torch hands it to a mode: of an attribute the attribute's name."""
+    name = getattr(function, "__name__", None) or repr(function)
+    if name == "__get__":
+        return getattr(getattr(function, "__self__", None), "__name__", name)
+    # torch.ops.aten.relu_.default is called "relu_.default".
+    return str(name).partition(".")[0]
+
+
+def is_shape_function(function: Callable[..., Any]) -> bool:
+    """Whether a function only moves numbers around or stores them in another dtype."""
+    return function_name(function) in _SHAPE_FUNCTIONS
+
+
+def is_dropout_function(function: Callable[..., Any]) -> bool:
+    """Whether a function is a dropout."""
+    return function_name(function) in _DROPOUT_FUNCTIONS
+
+
+def is_add_function(function: Callable[..., Any]) -> bool:
+    """Whether a function adds two tensors."""
+    return function_name(function) in _ADD_FUNCTIONS
+
+
+def is_linear_function(function: Callable[..., Any]) -> bool:
+    """Whether a function multiplies by one of its arguments."""
+    return function_name(function) in _LINEAR_FUNCTIONS
+
+
+def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns torch's own function for an operator that was seen below it (inside of a scripted function)."""
+    if isinstance(function, torch._ops.OpOverload):
+        return getattr(torch, function_name(function).rstrip("_"), function)
+    return function
+
+
+def is_activation_function(function: Callable[..., Any]) -> bool:
+    """Whether it is known of a function that it is a proximal map, or that it is none."""
+    try:
+        known = function in FUNCTIONS or function in REJECTED_FUNCTIONS
+    except TypeError:  # not hashable
+        return False
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
+    return known or name in HOST_FUNCTIONS or name in REJECTED_HOST_FUNCTIONS

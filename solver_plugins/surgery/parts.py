@@ -1,0 +1,165 @@
+"""What the matcher says of one linear layer: its pattern, the parts of it, and what stands in the way."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+
+from solver_plugins.prox import IdentityPrior, Prior
+
+Pattern = Literal[
+    "dropout-linear-act",
+    "dropout-linear",
+    "linear-act",
+    "linear-dropout-act",
+    "linear-norm-act",
+    "linear-norm-skip-act",
+    "linear-skip-act",
+    "linear",
+]
+PATTERNS: tuple[Pattern, ...] = Pattern.__args__  # type: ignore[attr-defined]
+Sampling = Literal["deterministic", "sampling", "coordinate"]
+"""Kinds of solvers: those that draw nothing, input features, and output features."""
+Ownership = Literal["private", "shared", "functional"]
+"""Of a part: a module that serves this block alone, one that serves others too, or a function."""
+
+
+@dataclass(frozen=True)
+class DropoutPart:
+    """The dropout of a block.
+
+    Attributes:
+        name: The module's name; None for a function.
+        module: The module; None for a function.
+        p: Its rate, above zero: a dropout at rate zero is no part.
+        ownership: "shared" if some call of it does not belong to this block.
+        sites: How often it is called in one forward pass.
+        calls: Indices of the calls that belong to this block, one for each call of the linear layer.
+        after: Whether it stands behind the linear layer instead of before it.
+    """
+
+    name: str | None
+    module: nn.Module | None
+    p: float
+    ownership: Ownership
+    sites: int
+    calls: tuple[int, ...]
+    after: bool = False
+
+
+@dataclass(frozen=True)
+class NormPart:
+    """The norm of a block, which is folded into the linear map as a diagonal.
+
+    Attributes:
+        name: The module's name.
+        module: The module.
+        kind: Name of its class.
+        statistics: In training: those of the "batch", or "running" ones that never change (a frozen norm, eval mode).
+        holds_activation: Whether the activation is part of the same module (timm's BatchNormAct2d).
+    """
+
+    name: str
+    module: nn.Module
+    kind: str
+    statistics: Literal["batch", "running"]
+    holds_activation: bool = False
+
+
+@dataclass(frozen=True)
+class SkipPart:
+    """What is added before the activation.
+
+    Attributes:
+        value: Id of the other summand.
+        operand: Which argument of the sum it is.
+        call: Index of the sum.
+        source: Name of what computes it, for reports.
+    """
+
+    value: int
+    operand: int
+    call: int
+    source: str
+
+
+@dataclass(frozen=True)
+class ActivationPart:
+    """The activation of a block; it stays where it is.
+
+    Attributes:
+        label: What it is, for reports.
+        name: The module's name; None for a function.
+        module: The module; None for a function.
+        function: The function; None for a module and for one that is written out in several operations.
+        args: Positional arguments after the input.
+        kwargs: Keyword arguments.
+        ownership: "shared" if the module is also called elsewhere.
+        sites: How often it is called in one forward pass.
+        calls: Indices of its calls in this block.
+    """
+
+    label: str
+    name: str | None
+    module: nn.Module | None
+    function: Callable[..., Any] | None
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ownership: Ownership
+    sites: int
+    calls: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One linear layer of a model and what surrounds it.
+
+    Attributes:
+        name: The layer's name; of a weight that belongs to no layer, the Parameter's name.
+        module: The layer, or the module that holds the Parameter.
+        pattern: The longest pattern that the layer is part of.
+        dropout: The dropout before the layer (or behind it: ``linear-dropout-act``).
+        norm: The folded norm.
+        skip: What is added before the activation.
+        activation: The activation.
+        prior: The prior whose proximal map is the activation; the identity's where there is none; None where the
+            activation is no proximal map.
+        nonprox_reason: Why it is none.
+        host: Which module becomes the solver: the linear layer, the norm, or the activation.
+        host_name: That module's name.
+        input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
+        output_shape: Shape of its output.
+        is_last: Whether the model returns its output: the classifier.
+        calls: Indices of the layer's calls.
+        aliases: Further names of the layer.
+        reasons: What makes the block impossible to convert, at all or for some solvers.
+        notes: What else is worth knowing, such as why no longer pattern matched.
+        convertible: The kinds of solvers that it can be converted to.
+    """
+
+    name: str
+    module: nn.Module
+    pattern: Pattern = "linear"
+    dropout: DropoutPart | None = None
+    norm: NormPart | None = None
+    skip: SkipPart | None = None
+    activation: ActivationPart | None = None
+    prior: Prior | None = dataclasses.field(default_factory=IdentityPrior)
+    nonprox_reason: str | None = None
+    host: Literal["linear", "norm", "activation"] = "linear"
+    host_name: str = ""
+    input_shape: tuple[int, ...] = ()
+    output_shape: tuple[int, ...] = ()
+    is_last: bool = False
+    calls: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    convertible: frozenset[Sampling] = frozenset()
+
+    @property
+    def p(self) -> float:
+        """The rate of the block's dropout; zero without one."""
+        return self.dropout.p if self.dropout is not None else 0.0

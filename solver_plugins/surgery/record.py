@@ -1,0 +1,209 @@
+"""One forward pass of a model, written down: which tensors went where."""
+
+import contextlib
+import random
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+
+from solver_plugins.surgery.clone import clone, shorten_recurrence, to_meta, to_own
+from solver_plugins.surgery.errors import RecordError
+from solver_plugins.surgery.inputs import Inputs, candidate_inputs, read_inputs
+from solver_plugins.surgery.trace import Argument, Call, Ref, Tracer, Value
+
+__all__ = ["Argument", "Call", "Record", "Ref", "Value", "record"]
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "module",
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+}
+"""Classes that wrap a model, with the attribute that holds it."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one forward pass did.
+
+    Attributes:
+        calls: The steps, in order.
+        values: The tensors that went between them.
+        outputs: Ids of the values that the model returned.
+        device: The device that the pass ran on: "meta", or the model's own.
+        seconds: How long it took, failed attempts included.
+        call_counts: How often each module was called; one that never was is missing.
+        aliases: For a module registered under several names: its first name, and the others.
+        shared_parameters: For a Parameter that several modules hold: its first name, and the others.
+    """
+
+    calls: list[Call]
+    values: list[Value]
+    outputs: tuple[int, ...]
+    device: str
+    seconds: float
+    call_counts: dict[str, int]
+    aliases: dict[str, tuple[str, ...]]
+    shared_parameters: dict[str, tuple[str, ...]]
+
+
+def record(model: nn.Module, example_inputs: Any = None) -> Record:
+    """Runs a model once and writes down what it did.
+
+    A copy of the module tree without weights runs on the meta device, which costs no arithmetic; a model that looks
+    at its data runs on its own device instead, as a copy that shares its Parameters. Dropout is on, BatchNorm
+    uses its running statistics. The model stays as it is, down to the state of the random number generators.
+
+    Args:
+        model: The model.
+        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments; by default they are
+            made from what the model says of itself (see :func:`~solver_plugins.surgery.inputs.example_inputs_for`).
+
+    Raises:
+        RecordError: If there are no inputs, or the forward pass fails on both devices; it says what to do.
+    """
+    start = time.perf_counter()
+    _check(model)
+    failures: list[tuple[str, Exception]] = []
+    own = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    for device in dict.fromkeys((torch.device("meta"), own)):
+        given = None if example_inputs is None else read_inputs(example_inputs)
+        for inputs in candidate_inputs(model, small=device.type != "meta") if given is None else [given]:
+            # What a model makes without saying where is needed on the meta device, or looked at there and must not be.
+            for everywhere in (True, False) if device.type == "meta" else (False,):
+                try:
+                    return _attempt(model, inputs, device, everywhere, start)
+                except Exception as error:
+                    failures.append((device.type, error))
+    raise _failure(model, failures, example_inputs is not None) from failures[-1][1]
+
+
+def _attempt(model: nn.Module, inputs: Inputs, device: torch.device, everywhere: bool, start: float) -> Record:
+    names = {module: name for name, module in model.named_modules()}
+    with _untouched(model, device), contextlib.ExitStack() as stack:
+        made, originals = clone(model, to_meta if device.type == "meta" else to_own)
+        _set_modes(made)
+        if device.type == "meta":
+            shorten_recurrence(made)
+        tracer = Tracer(originals, names, _named_tensors(made))
+        args, kwargs = inputs.to(device)
+        tracer.mark((args, kwargs), "input")
+        stack.enter_context(torch.no_grad())
+        if everywhere:  # tensors that the model makes without saying where
+            stack.enter_context(torch.device(device))
+        with tracer.watching():
+            result = made(*args, **kwargs)
+        tracer.mark_outputs(result)
+    return Record(
+        calls=tracer.calls,
+        values=tracer.values,
+        outputs=tuple(value.id for value in tracer.values if value.is_output),
+        device=device.type,
+        seconds=time.perf_counter() - start,
+        call_counts=tracer.call_counts,
+        aliases=_others((module, name) for name, module in model.named_modules(remove_duplicate=False)),
+        shared_parameters=_others(
+            # A module with two names is one module: only the first is looked at.
+            (parameter, f"{prefix}.{name}" if prefix else name)
+            for prefix, module in model.named_modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ),
+    )
+
+
+def _others(pairs: Iterator[tuple[Any, str]]) -> dict[str, tuple[str, ...]]:
+    """Groups names by object and keeps the objects with several."""
+    groups: dict[int, list[str]] = {}
+    for thing, name in pairs:
+        groups.setdefault(id(thing), []).append(name)
+    return {first: tuple(rest) for first, *rest in groups.values() if rest}
+
+
+def _named_tensors(made: nn.Module) -> dict[int, tuple[Literal["parameter", "buffer"], str]]:
+    tensors: dict[int, tuple[Literal["parameter", "buffer"], str]] = {}
+    for name, buffer in made.named_buffers():
+        tensors[id(buffer)] = ("buffer", name)
+    for name, parameter in made.named_parameters():
+        tensors[id(parameter)] = ("parameter", name)
+    return tensors
+
+
+def _set_modes(made: nn.Module) -> None:
+    """Puts a copy in training mode, so that dropout is seen, but lets neither norms nor dropped layers depend on data.
+
+    BatchNorm in training mode refuses one value per channel, and the graph is the same.
+    """
+    for module in made.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        module.__dict__["training"] = not isinstance(module, _BatchNorm)
+        # A whole layer skipped by the throw of a coin would look as if it were never called.
+        for owner in (module, vars(module).get("config")):
+            for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
+                if isinstance(getattr(owner, "__dict__", {}).get(name), float):
+                    owner.__dict__[name] = 0.0
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Puts back what a pass could change outside of the copy: random states, and buffers that a closure reaches."""
+    buffers = [] if device.type == "meta" else [(b, b._version, b.clone()) for b in model.buffers() if not b.is_meta]
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [device] if device.type not in ("meta", "cpu") else []
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        try:
+            with warnings.catch_warnings(), _eager():
+                # The model's own warnings come at its next real forward pass.
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+            with torch.no_grad():
+                for buffer, version, before in buffers:
+                    if buffer._version != version:
+                        buffer.copy_(before)
+
+
+def _eager() -> contextlib.AbstractContextManager[Any]:
+    """Compiled parts of a model run as they are written; without dynamo there are none, and its import is slow."""
+    if "torch._dynamo" in sys.modules:
+        return torch.compiler.set_stance("force_eager")
+    return contextlib.nullcontext()
+
+
+def _check(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise RecordError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
+    name = f"{type(model).__module__}.{type(model).__qualname__}"
+    if name in _WRAPPERS:
+        raise RecordError(
+            f"{type(model).__name__} wraps a model; convert the model first and wrap it then: "
+            f"pass model.{_WRAPPERS[name]}."
+        )
+    lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
+    if lazy:
+        raise RecordError(f"{lazy[0]!r} is lazy and has no shape yet; run one forward pass of the model first.")
+
+
+def _failure(model: nn.Module, failures: list[tuple[str, Exception]], given: bool) -> RecordError:
+    label = type(model).__name__
+    # The same error on both devices is told once.
+    seen = dict.fromkeys(f"on {device}, {type(error).__name__}: {error}" for device, error in failures)
+    lines = "".join(f"\n  - {line[:400]}" for line in seen)
+    advice = (
+        "Check that model(*inputs) runs by itself in training mode with these inputs."
+        if given
+        else "Pass example_inputs= that the model's forward takes: a tensor, a tuple, or a dict."
+    )
+    return RecordError(f"The forward pass of {label} failed, so its blocks cannot be found. {advice} Tried:{lines}")
