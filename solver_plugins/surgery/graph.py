@@ -14,6 +14,8 @@ _LOOKS_ONLY = frozenset(
     f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 ).union(f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor"))
 """Functions that read the shape, dtype and device of a tensor, not its numbers."""
+_CHOICES = frozenset({"__getitem__", "select", "index_select", "gather", "mean"})
+"""How a classifier of sequences goes from one output per token to one per sequence."""
 _AS = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "to"})
 """Functions that read only those of their second tensor."""
 
@@ -94,6 +96,16 @@ class Graph:
             if self.kind(readers[0]) != "shape" or not readers[0].outputs:
                 return Step(value, readers[0], readers, reshaped, False)
             value, reshaped = readers[0].outputs[0], reshaped or _moves(readers[0])
+
+    def reaches_output(self, value: int) -> bool:
+        """Whether a value is returned by the model, perhaps reshaped, or after a choice or mean of its rows."""
+        while True:
+            step = self.follow(value)
+            if step.is_output:
+                return True
+            if step.call is None or step.call.name not in _CHOICES or not step.call.outputs:
+                return False
+            value = step.call.outputs[0]
 
     def back(self, value: int) -> tuple[Call | None, int]:
         """Goes back from a value over shape operations to the first call that is none.

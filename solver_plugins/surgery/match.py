@@ -1,0 +1,210 @@
+"""Every linear layer of a model with its pattern, from a record alone; no solver is known here."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from torch import nn
+from torch.nn.utils import parametrize
+
+from solver_plugins.blocks import SolverBlock
+from solver_plugins.errors import SolverPluginsError
+from solver_plugins.operators import reader_for
+from solver_plugins.surgery.graph import Graph
+from solver_plugins.surgery.kinds import is_linear_function, linear_like
+from solver_plugins.surgery.parts import Block, DropoutPart, Sampling
+from solver_plugins.surgery.record import Call, Record
+from solver_plugins.surgery.surroundings import Surroundings, surroundings_of
+
+__all__ = ["Block", "match"]
+
+
+@dataclass
+class _Uses:
+    """How the weights of one layer are used in the pass."""
+
+    calls: list[Call] = field(default_factory=list)
+    reads: list[Call] = field(default_factory=list)
+
+    def first(self) -> int:
+        return min((call.index for call in (*self.calls, *self.reads)), default=1 << 60)
+
+
+def match(record: Record, model: nn.Module) -> list[Block]:
+    """Returns one row for every linear layer, and for every weight that is multiplied by without a layer.
+
+    Args:
+        record: A record of the model.
+        model: The model.
+
+    Returns:
+        The blocks in the order in which the model comes to them; layers that it never comes to are last.
+    """
+    graph = Graph(record)
+    modules = dict(model.named_modules())
+    uses: dict[str, _Uses] = {name: _Uses() for name, module in modules.items() if linear_like(module)}
+    loose: dict[str, _Uses] = {}
+    for call in record.calls:
+        if call.module is not None:
+            if call.name in uses:
+                uses[call.name].calls.append(call)
+            continue
+        for parameter in call.parameters if call.function and is_linear_function(call.function) else ():
+            owner, _, attribute = parameter.rpartition(".")
+            if owner in uses:
+                uses[owner].reads.append(call)
+            elif attribute != "bias" and _is_matrix(modules[owner], attribute):
+                loose.setdefault(parameter, _Uses()).reads.append(call)
+    rows = [(use.first(), _block(graph, name, modules[name], use)) for name, use in uses.items()]
+    for parameter, use in loose.items():
+        rows.append((use.first(), _loose(graph, parameter, modules[parameter.rpartition(".")[0]], use)))
+    blocks = [block for _, block in sorted(rows, key=lambda row: row[0])]
+    return _one_block_per_sum([_finished(block) for block in blocks])
+
+
+def _is_matrix(owner: nn.Module, attribute: str) -> bool:
+    parameter = owner._parameters.get(attribute)
+    return parameter is not None and parameter.dim() >= 2
+
+
+def _block(graph: Graph, name: str, module: nn.Module, use: _Uses) -> Block:
+    record = graph.record
+    reasons = _layer_problems(record, name, module)
+    aliases = record.aliases.get(name, ())
+    if use.reads:
+        reader = graph.label(use.reads[0])
+        reasons.append(f"weight read directly by {reader}, {'as well as called' if use.calls else 'never called'}")
+    elif not use.calls:
+        inside = record.call_counts.get(name, 0) > 0
+        reasons.append("called inside of another layer only" if inside else "never called in the forward pass")
+    if not use.calls:
+        return Block(name, module, host_name=name, aliases=aliases, reasons=tuple(reasons))
+    around = [surroundings_of(graph, call) for call in use.calls]
+    found, notes = _merged(around)
+    hosts = {
+        "linear": name,
+        "norm": found.norm.name if found.norm else name,
+        "activation": (found.activation.name or name) if found.activation else name,
+    }
+    first = use.calls[0]
+    return Block(
+        name=name,
+        module=module,
+        pattern=found.pattern,
+        dropout=_owned(found.dropout, around),
+        norm=found.norm,
+        skip=found.skip,
+        activation=found.activation,
+        prior=found.prior,
+        nonprox_reason=found.nonprox_reason,
+        host=found.host,
+        host_name=hosts[found.host],
+        input_shape=record.values[first.inputs[0].value].shape,
+        output_shape=record.values[first.outputs[0]].shape,
+        is_last=any(one.is_last for one in around),
+        calls=tuple(call.index for call in use.calls),
+        aliases=aliases,
+        reasons=tuple(reasons + found.reasons),
+        notes=tuple(notes),
+    )
+
+
+def _layer_problems(record: Record, name: str, module: nn.Module) -> list[str]:
+    reasons = []
+    if isinstance(module, SolverBlock):
+        reasons.append("already a solver block; revert the model first")
+    elif "forward" in vars(module):
+        reasons.append("carries a forward of its own on the instance (an accelerate hook?), which would hide a solver")
+    else:
+        try:
+            reader = reader_for(type(module))
+            # Computing a parametrised weight may change it (spectral norm); its class has told enough.
+            if not parametrize.is_parametrized(module):
+                kernel, _ = reader(module)
+                if not kernel.is_floating_point():
+                    reasons.append(f"weights of dtype {kernel.dtype} are not floating point")
+        except SolverPluginsError as error:
+            reasons.append(f"unsupported layer: {error}")
+    for first, others in record.shared_parameters.items():
+        tied = (first, *others)
+        if f"{name}.weight" in tied:
+            rest = ", ".join(repr(other) for other in tied if other != f"{name}.weight")
+            reasons.append(f"tied weight: it is also {rest}")
+    return reasons
+
+
+def _merged(around: list[Surroundings]) -> tuple[Surroundings, list[str]]:
+    """Makes one of the surroundings of all calls of a layer."""
+    first = around[0]
+    if len(around) == 1:
+        return first, first.notes
+    if any(one.signature() != first.signature() for one in around):
+        patterns = ", ".join(dict.fromkeys(one.pattern for one in around))
+        plain = Surroundings(first.call)
+        return plain, [
+            f"called {len(around)} times in different surroundings ({patterns}), so only the layer is common"
+        ]
+    if first.host != "linear":
+        first.reasons.append(f"called {len(around)} times: a {first.host} hosts a block for one call only")
+    return first, [*first.notes, f"called {len(around)} times"]
+
+
+def _owned(dropout: DropoutPart | None, around: list[Surroundings]) -> DropoutPart | None:
+    """A dropout whose every call feeds this layer is private, however often both are called."""
+    if dropout is None or dropout.ownership == "functional":
+        return dropout
+    calls = tuple(index for one in around if one.dropout is not None for index in one.dropout.calls)
+    return dataclasses.replace(dropout, calls=calls, ownership="private" if len(calls) == dropout.sites else "shared")
+
+
+def _loose(graph: Graph, parameter: str, owner: nn.Module, use: _Uses) -> Block:
+    reason = f"weight read directly by {graph.label(use.reads[0])}: a Parameter of {type(owner).__name__}, not a layer"
+    return Block(parameter, owner, host_name=parameter, reasons=(reason,))
+
+
+def _finished(block: Block) -> Block:
+    """Adds what kinds of solvers a block can become."""
+    if block.reasons:
+        return block
+    kinds: set[Sampling] = {"deterministic", "sampling", "coordinate"}
+    reasons = []
+    functional = block.dropout is not None and block.dropout.ownership == "functional"
+    if functional and block.dropout is not None:
+        lost: Sampling = "coordinate" if block.dropout.after else "sampling"
+        kinds.discard(lost)
+        reasons.append(f"functional dropout cannot be reached: not for {lost} solvers")
+    if block.prior is not None and block.prior.zero_argument is None:
+        kinds.discard("coordinate")
+        reasons.append(f"the activation {block.prior.name!r} never is zero: not for coordinate solvers")
+    return dataclasses.replace(block, reasons=tuple(reasons), convertible=frozenset(kinds))
+
+
+def _one_block_per_sum(blocks: list[Block]) -> list[Block]:
+    """Of two layers whose sum an activation reads, the first summand is the block, the other one its skip."""
+    owners: dict[int, Block] = {}
+    for block in blocks:
+        if block.skip is not None and (block.skip.call not in owners or block.skip.operand > 0):
+            owners[block.skip.call] = block
+    return [
+        block
+        if block.skip is None or owners[block.skip.call] is block
+        else _finished(without_activation(block, f"it is the skip of {owners[block.skip.call].name!r}"))
+        for block in blocks
+    ]
+
+
+def without_activation(block: Block, why: str) -> Block:
+    """Returns the block that ends with the linear layer: ``g = 0``, and all that follows stays as it is."""
+    before = block.dropout if block.dropout is not None and not block.dropout.after else None
+    return dataclasses.replace(
+        block,
+        pattern="dropout-linear" if before is not None else "linear",
+        dropout=before,
+        norm=None,
+        skip=None,
+        activation=None,
+        prior=Block("", block.module).prior,
+        nonprox_reason=None,
+        host="linear",
+        host_name=block.name,
+        notes=(*block.notes, why),
+    )

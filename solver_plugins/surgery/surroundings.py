@@ -1,0 +1,264 @@
+"""What stands around one call of a linear layer: the longest pattern, its parts, and why it is no longer."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from solver_plugins.errors import SolverPluginsError
+from solver_plugins.prox import IdentityPrior, Prior, prox_for
+from solver_plugins.surgery.composite import find_composite
+from solver_plugins.surgery.graph import Graph, Step
+from solver_plugins.surgery.parts import ActivationPart, DropoutPart, NormPart, Pattern, SkipPart
+from solver_plugins.surgery.record import Call, Ref
+
+_FOLDED_NORMS = frozenset({"BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d"})
+"""Norms of timm that compute what torch's do, and apply an activation."""
+
+
+@dataclass
+class Surroundings:
+    """What stands around one call; see :class:`~solver_plugins.surgery.parts.Block` for the fields."""
+
+    call: Call
+    pattern: Pattern = "linear"
+    dropout: DropoutPart | None = None
+    norm: NormPart | None = None
+    skip: SkipPart | None = None
+    activation: ActivationPart | None = None
+    prior: Prior | None = field(default_factory=IdentityPrior)
+    nonprox_reason: str | None = None
+    host: Literal["linear", "norm", "activation"] = "linear"
+    is_last: bool = False
+    reasons: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def signature(self) -> tuple[Any, ...]:
+        """What two calls of one layer must have in common to be one block."""
+        names = [getattr(part, "name", None) for part in (self.dropout, self.norm, self.activation)]
+        return self.pattern, *names, None if self.activation is None else self.activation.label, repr(self.prior)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """An activation that reads a value alone."""
+
+    part: ActivationPart
+    prior: Prior | None
+    reason: str | None
+
+
+def surroundings_of(graph: Graph, call: Call) -> Surroundings:
+    """Finds the longest pattern around a call of a linear layer."""
+    found = Surroundings(call)
+    _look_ahead(graph, found)
+    _look_back(graph, found)
+    return found
+
+
+def _look_ahead(graph: Graph, found: Surroundings) -> None:
+    step = graph.follow(found.call.outputs[0])
+    found.is_last = graph.reaches_output(found.call.outputs[0])
+    if _take_activation(graph, found, step, "linear-act"):
+        return
+    if step.call is None:
+        found.notes.extend(_crowd(graph, step, "its output"))
+    elif graph.kind(step.call) == "norm":
+        _take_norm(graph, found, step)
+    elif graph.kind(step.call) == "add":
+        if not _take_skip(graph, found, step, "linear-skip-act"):
+            found.notes.append("followed by a sum without an activation")
+    elif graph.kind(step.call) == "dropout":
+        _take_dropout_behind(graph, found, step.call)
+    else:
+        found.notes.append(f"followed by {graph.label(step.call)}, which is no activation")
+
+
+def _crowd(graph: Graph, step: Step, what: str) -> list[str]:
+    """Says who reads a value that has not exactly one reader."""
+    if not step.readers:
+        return [] if step.is_output else [f"{what} is read by nothing"]
+    readers = [graph.label(reader) for reader in step.readers[:3]] + ["..."] * (len(step.readers) > 3)
+    if step.is_output:
+        readers.append("the model's caller")
+    count = len(step.readers) + step.is_output
+    return [
+        f"{what} is used by more than one operation ({count}: {', '.join(readers)}), so no activation can be its prox"
+    ]
+
+
+def _take_activation(graph: Graph, found: Surroundings, step: Step, pattern: Pattern) -> bool:
+    activation = _activation_at(graph, step)
+    if activation is None:
+        return False
+    found.pattern, found.activation = pattern, activation.part
+    found.prior, found.nonprox_reason = activation.prior, activation.reason
+    return True
+
+
+def _activation_at(graph: Graph, step: Step) -> _Found | None:
+    if step.call is None:
+        composite = find_composite(graph, step.value) if len(step.readers) > 1 and not step.is_output else None
+        if composite is None:
+            return None
+        part = ActivationPart(composite.label, None, None, None, (), {}, "functional", 1, composite.calls)
+        return _Found(part, None, composite.reason)
+    call = step.call
+    if graph.kind(call) != "activation":
+        # One reader that reads it twice: x * x.sigmoid() with the sigmoid in place is no such thing, x * x is.
+        return None
+    if call.module is not None:
+        sites = graph.record.call_counts.get(call.name, 1)
+        label = type(call.module).__name__
+        part = ActivationPart(
+            label, call.name, call.module, None, (), {}, "private" if sites == 1 else "shared", sites, (call.index,)
+        )
+        prior, reason = _prior_of(call.module)
+    else:
+        args = call.args[1:] if call.args and isinstance(call.args[0], Ref) else call.args
+        kwargs = {key: value for key, value in call.kwargs.items() if not isinstance(value, Ref)}
+        label = call.name.rstrip("_")
+        part = ActivationPart(label, None, None, call.function, args, kwargs, "functional", 1, (call.index,))
+        prior, reason = _prior_of(call.function, *args, **kwargs)
+    if prior is not None and step.reshaped and _needs_axis(prior):
+        return _Found(part, None, f"{label} acts along an axis, and shape operations before it move the axes.")
+    return _Found(part, prior, reason)
+
+
+def _prior_of(activation: Any, *args: Any, **kwargs: Any) -> tuple[Prior | None, str | None]:
+    try:
+        return prox_for(activation, *args, **kwargs), None
+    except SolverPluginsError as error:
+        return None, str(error)
+
+
+def _needs_axis(prior: Prior) -> bool:
+    module = getattr(prior, "module", None)
+    return not prior.separable or (isinstance(module, nn.PReLU) and module.num_parameters > 1)
+
+
+def _take_norm(graph: Graph, found: Surroundings, step: Step) -> None:
+    call = step.call
+    assert call is not None and call.module is not None
+    module, label = call.module, graph.label(call)
+    problem = _not_foldable(graph, found, step)
+    if problem is not None:
+        found.notes.append(f"followed by {label}, {problem}")
+        return
+    held = getattr(module, "act", None)
+    holds = isinstance(held, nn.Module) and not isinstance(held, nn.Identity)
+    frozen = not isinstance(module, _BatchNorm)
+    part = NormPart(call.name, module, type(module).__name__, "running" if frozen else "batch", holds)
+    if holds:
+        assert isinstance(held, nn.Module)
+        prior, reason = _prior_of(held)
+        found.activation = ActivationPart(
+            type(held).__name__, f"{call.name}.act", held, None, (), {}, "private", 1, (call.index,)
+        )
+        found.pattern, found.norm, found.host = "linear-norm-act", part, "norm"
+        found.prior, found.nonprox_reason = prior, reason
+        return
+    behind = graph.follow(call.outputs[0])
+    if _take_activation(graph, found, behind, "linear-norm-act"):
+        found.norm, found.host = part, "norm"
+        # The norm hands out what the activation reads; an activation that needs its axes was refused above.
+        return
+    if behind.call is not None and graph.kind(behind.call) == "add":
+        if _take_skip(graph, found, behind, "linear-norm-skip-act"):
+            found.norm = part
+            return
+        found.notes.append(f"followed by {label} and a sum without an activation")
+        return
+    after = "nothing" if behind.call is None else graph.label(behind.call)
+    if behind.call is None and (behind.readers or behind.is_output):
+        after = "several readers" if behind.readers else "the model's output"
+    found.notes.append(f"followed by {label} and then {after}, no activation")
+
+
+def _not_foldable(graph: Graph, found: Surroundings, step: Step) -> str | None:
+    """Returns why a norm cannot be folded into the layer as a diagonal."""
+    assert step.call is not None
+    module = step.call.module
+    name = type(module).__name__
+    frozen = "FrozenBatchNorm" in name
+    if not isinstance(module, _BatchNorm) and not frozen:
+        return "which is not a diagonal: it divides by statistics of each sample"
+    if not frozen and name not in _FOLDED_NORMS and type(module).forward not in _TORCH_FORWARDS:
+        return "whose class has a forward of its own"
+    if not isinstance(getattr(module, "drop", nn.Identity()), nn.Identity):
+        return "which drops blocks"
+    if step.reshaped:
+        return "but shape operations stand between"
+    shape = graph.record.values[found.call.outputs[0]].shape
+    convolution = len(getattr(found.call.module, "kernel_size", ())) > 0
+    if not convolution and len(shape) != 2:
+        return "which normalises another axis than the layer's features"
+    if graph.record.call_counts.get(step.call.name, 1) != graph.record.call_counts.get(found.call.name, 1):
+        return "which is called more often than the layer"
+    return None
+
+
+_TORCH_FORWARDS = frozenset({_BatchNorm.forward, nn.SyncBatchNorm.forward})
+
+
+def _take_skip(graph: Graph, found: Surroundings, step: Step, pattern: Pattern) -> bool:
+    call = step.call
+    assert call is not None
+    if len(call.inputs) != 2 or call.kwargs.get("alpha", 1) != 1:
+        return False
+    others = [place for place, argument in enumerate(call.inputs) if argument.value != step.value]
+    if len(others) != 1:
+        return False
+    total = call.outputs[0]
+    if graph.record.values[total].shape != graph.record.values[step.value].shape:
+        return False
+    behind = graph.follow(total)
+    if not _take_activation(graph, found, behind, pattern):
+        return False
+    other = call.inputs[others[0]].value
+    found.skip = SkipPart(other, others[0], call.index, graph.source(other))
+    found.host = "activation"
+    assert found.activation is not None
+    if found.prior is not None and found.activation.ownership == "functional":
+        found.reasons.append("functional activation after a skip: no module to host the sum")
+    elif found.prior is not None and found.activation.ownership == "shared":
+        found.reasons.append(
+            f"the activation {found.activation.name!r} after the skip is shared ({found.activation.sites} calls): "
+            "the module that would host the sum serves others, too"
+        )
+    elif found.prior is not None and (step.reshaped or behind.reshaped):
+        found.reasons.append("shape operations between the layer, the skip and the activation")
+    return True
+
+
+def _take_dropout_behind(graph: Graph, found: Surroundings, call: Call) -> None:
+    if _take_activation(graph, found, graph.follow(call.outputs[0]), "linear-dropout-act"):
+        found.dropout = _dropout_part(graph, call, after=True)
+    else:
+        found.notes.append(f"followed by {graph.label(call)} and no activation")
+
+
+def _look_back(graph: Graph, found: Surroundings) -> None:
+    call, readers = graph.back(found.call.inputs[0].value)
+    if call is None or graph.kind(call) != "dropout" or found.pattern == "linear-dropout-act":
+        return
+    if readers > 1:
+        found.notes.append(
+            f"its dropout ({graph.label(call)}) feeds {readers} operations, so it is not the layer's own"
+        )
+        return
+    found.dropout = _dropout_part(graph, call)
+    if found.pattern == "linear-act":
+        found.pattern = "dropout-linear-act"
+    elif found.pattern == "linear":
+        found.pattern = "dropout-linear"
+
+
+def _dropout_part(graph: Graph, call: Call, after: bool = False) -> DropoutPart:
+    if call.module is None:
+        return DropoutPart(None, None, graph.rate(call), "functional", 1, (call.index,), after)
+    sites = graph.record.call_counts.get(call.name, 1)
+    return DropoutPart(
+        call.name, call.module, graph.rate(call), "private" if sites == 1 else "shared", sites, (call.index,), after
+    )
