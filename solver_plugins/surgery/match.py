@@ -123,7 +123,9 @@ def _layer_problems(record: Record, name: str, module: nn.Module) -> list[str]:
                 if not kernel.is_floating_point():
                     reasons.append(f"weights of dtype {kernel.dtype} are not floating point")
         except SolverPluginsError as error:
-            reasons.append(f"unsupported layer: {error}")
+            # The rest of the message lists what is supported, the same for every row.
+            why = str(error).partition(" Expected ")[0]
+            reasons.append(f"unsupported layer: {why} See solver_plugins.operators.register_layer")
     for first, others in record.shared_parameters.items():
         tied = (first, *others)
         if f"{name}.weight" in tied:

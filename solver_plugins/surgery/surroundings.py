@@ -106,7 +106,6 @@ def _activation_at(graph: Graph, step: Step) -> _Found | None:
         return _Found(part, None, composite.reason)
     call = step.call
     if graph.kind(call) != "activation":
-        # One reader that reads it twice: x * x.sigmoid() with the sigmoid in place is no such thing, x * x is.
         return None
     if call.module is not None:
         sites = graph.record.call_counts.get(call.name, 1)
@@ -162,7 +161,6 @@ def _take_norm(graph: Graph, found: Surroundings, step: Step) -> None:
     behind = graph.follow(call.outputs[0])
     if _take_activation(graph, found, behind, "linear-norm-act"):
         found.norm, found.host = part, "norm"
-        # The norm hands out what the activation reads; an activation that needs its axes was refused above.
         return
     if behind.call is not None and graph.kind(behind.call) == "add":
         if _take_skip(graph, found, behind, "linear-norm-skip-act"):
@@ -178,7 +176,7 @@ def _take_norm(graph: Graph, found: Surroundings, step: Step) -> None:
 
 def _not_foldable(graph: Graph, found: Surroundings, step: Step) -> str | None:
     """Returns why a norm cannot be folded into the layer as a diagonal."""
-    assert step.call is not None
+    assert step.call is not None and step.call.module is not None
     module = step.call.module
     name = type(module).__name__
     frozen = "FrozenBatchNorm" in name
