@@ -6,6 +6,8 @@ what to do.
 """
 
 import difflib
+import sys
+import warnings
 from collections.abc import Iterable
 
 
@@ -31,6 +33,10 @@ class OptionError(SolverPluginsError, ValueError):
 
 class ShapeError(SolverPluginsError, ValueError):
     """A tensor does not have the shape that a layer, operator or prior needs."""
+
+
+class InputError(SolverPluginsError, TypeError):
+    """An input of another dtype than the layer's weights."""
 
 
 class WeightError(SolverPluginsError, ValueError):
@@ -78,3 +84,11 @@ def did_you_mean(found: str, options: Iterable[str]) -> str:
     names = [name for match in near for name, fold in zip(options, folded, strict=True) if fold == match]
     question = f" Did you mean {' or '.join(repr(name) for name in names)}?" if names else ""
     return f"{question} Options: {', '.join(options) if options else 'none'}."
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warns at the line of the caller's own code: the first frame outside of this package and of torch."""
+    level, frame = 1, sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("solver_plugins", "torch"):
+        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+    warnings.warn(message, category, stacklevel=level)

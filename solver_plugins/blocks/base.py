@@ -1,40 +1,31 @@
 """The shell that turns a layer into a solver block without ceasing to be that layer."""
 
+import copy
 import types
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from solver_plugins.blocks.run import (
     Activation,
     OutputKind,
     check_combination,
+    check_rank,
     make_solver,
     run_block,
 )
-from solver_plugins.errors import NoMinimizerError, SolverPluginsError, UnsupportedLayerError
-from solver_plugins.operators import (
-    Geometry,
-    LinearOperator,
-    lipschitz_from_kernel,
-    operator_from_kernel,
-    power_step,
-    reader_for,
-    start_vectors,
-)
+from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
+from solver_plugins.errors import UnsupportedLayerError
+from solver_plugins.operators import Geometry, LinearOperator, operator_from_kernel, reader_for
 from solver_plugins.prox import prox_for
-from solver_plugins.solvers import Diagnostics, Solver, working_dtype
+from solver_plugins.solvers import Diagnostics, Solver
 
-STEP_BUFFERS = ("L", "power_vectors", "power_ratio", "weight_fingerprint")
-WARM_UP = 40
-"""Power steps after a certified refresh, so that the vectors start close to the top singular directions."""
-STALE = 1.1
-"""In evaluation a Lipschitz constant this much too small is stale and replaced for the call. Less does no harm: the
-iteration converges for every ``L`` above half of the true one."""
+RESERVED = {*STEP_BUFFERS, "residual", "geometry", "solver", "prior", "output", "activation"}
 
 
-class SolverBlock(nn.Module):
+class SolverBlock(TrackedStep):
     """Mixin in front of a layer class: the layer's output becomes the argument of the last proximal map of a solve.
 
     The block *is* its layer: the same class (``isinstance``), the same Parameter objects, state-dict keys, hooks and
@@ -42,31 +33,24 @@ class SolverBlock(nn.Module):
     ``block(x)`` is the plain layer's output; the activation stays where it is. With ``output="value"`` the block
     applies the activation itself.
 
-    ``L = lambda_max(A A^T)`` is a non-persistent buffer. It is computed with a certificate at construction, after
-    loading weights and by :func:`refresh_steps`; in between, every training forward follows the weights by one warm
-    power step. That step is taken only when the weights have changed, so a recomputed (checkpointed) forward and a
-    further micro-batch see the same ``L``. Nothing of it synchronises with the host.
+    Step sizes keep themselves up to date; see :mod:`solver_plugins.blocks.stepsize`.
     """
 
     layer_class: ClassVar[type[nn.Module]]
-    reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
+    kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
 
-    L: Tensor
-    power_vectors: Tensor
-    power_ratio: Tensor
-    weight_fingerprint: Tensor
     weight: Tensor
     bias: Any
     solver: Solver
-    geometry: Geometry
     output: OutputKind
+    residual: Tensor
 
     def __init_subclass__(cls, layer_class: type[nn.Module] | None = None, **keywords: Any):
         """Declares the plain class that a block class stands for, and how its weights are read."""
         super().__init_subclass__(**keywords)
         if layer_class is not None:
             cls.layer_class = layer_class
-            cls.reader = staticmethod(reader_for(layer_class))
+            cls.kernel_reader = staticmethod(reader_for(layer_class))
             _BLOCK_CLASSES[layer_class] = cls
 
     @classmethod
@@ -94,61 +78,54 @@ class SolverBlock(nn.Module):
             raise UnsupportedLayerError(
                 f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
             )
-        if "forward" in vars(layer):
+        if "forward" in vars(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
             raise UnsupportedLayerError(
-                f"This {type(layer).__name__} carries a forward of its own on the instance (an accelerate hook?), "
-                f"which would "
-                "hide the solver; remove it first (accelerate.hooks.remove_hook_from_module)."
+                f"This {type(layer).__name__} carries a forward of its own on the instance, which would hide the "
+                f"solver: "
+                "an accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
+                "layer.compile() (make the block from a plain layer, then compile the block)."
             )
-        made = block_class(type(layer))
+        taken = sorted(RESERVED & (vars(layer).keys() | layer._buffers.keys() | layer._modules.keys()))
+        if taken:
+            raise UnsupportedLayerError(
+                f"A solver block needs the names {', '.join(sorted(RESERVED))} for itself; this {type(layer).__name__} "
+                f"has {', '.join(taken)}."
+            )
+        parametrized = parametrize.is_parametrized(layer)
+        made = block_class(type(layer).__bases__[0] if parametrized else type(layer))
         if not issubclass(made, cls):
             raise UnsupportedLayerError(
                 f"{cls.__name__} is made from a layer of its own kind; found {type(layer).__name__}."
             )
-        block: Self = made.__new__(made)
+        if parametrized:
+            # torch reads a parametrised weight through properties of a class made for this one layer.
+            made = type(f"Parametrized{made.__name__}", (made,), dict(vars(type(layer))))
+        block: Any = made.__new__(made)
         nn.Module.__init__(block)
         for name, value in vars(layer).items():
-            # Dictionaries of parameters, buffers, submodules and hooks become the block's own; their contents are
-            # shared.
-            block.__dict__[name] = value.copy() if isinstance(value, dict) else value
+            # Containers of parameters, buffers, submodules and hooks become the block's own; their contents are shared.
+            block.__dict__[name] = copy.copy(value) if isinstance(value, (dict, set, list)) else value
         block._set_up(activation, make_solver(solver, iters, options), output)
         return block
 
     def _set_up(self, activation: Activation, solver: Solver, output: OutputKind) -> None:
         prior = prox_for(activation)
-        kernel, geometry = type(self).reader(self)
+        kernel, geometry = type(self).kernel_reader(self)
         self.geometry = geometry
         in_features = kernel.shape[1] * geometry.groups
         check_combination(solver, prior, output, kernel.shape[0], in_features, geometry)
+        check_rank(solver, prior, kernel)
         self.solver, self.output = solver, output
         self.prior = prior
         if output == "value" and isinstance(activation, nn.Module):
             # The block applies it, so the block owns it: its parameters train, move and save with the block.
             self.activation = activation
-        dtype = working_dtype(kernel.dtype)
-        vectors = start_vectors(kernel.detach(), geometry)
-        self.register_buffer("L", torch.ones((), dtype=dtype, device=kernel.device), persistent=False)
-        self.register_buffer("power_vectors", vectors, persistent=False)
-        self.register_buffer("power_ratio", torch.ones_like(self.L), persistent=False)
-        self.register_buffer("weight_fingerprint", torch.zeros_like(self.L), persistent=False)
-        if not kernel.is_meta:
-            self.refresh_step()
-            self._check_rank(kernel)
+        self._register_step(kernel)
+        if solver.implicit:
+            self.register_buffer("residual", torch.zeros_like(self.L), persistent=False)
 
     def _kernel(self) -> Tensor:
-        return type(self).reader(self)[0]
-
-    def _check_rank(self, kernel: Tensor) -> None:
-        """Implicit gradients with ``lam = 0`` need full row rank, which is known for a linear layer only."""
-        if not self.solver.implicit or self.solver.config.lam > 0:
-            return
-        if kernel.dim() == 2 and int(torch.linalg.matrix_rank(kernel.detach().double())) == kernel.shape[0]:
-            return
-        raise NoMinimizerError(
-            f"gradient='implicit' with lam=0 needs a linear map of full row rank; {type(self).__name__} with a weight "
-            f"of shape "
-            f"{tuple(kernel.shape)} is not known to be one. Use lam > 0 (default 1e-3)."
-        )
+        return type(self).kernel_reader(self)[0]
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the solve's result (see the class's docstring)."""
@@ -173,97 +150,30 @@ class SolverBlock(nn.Module):
     def _run(
         self, input: Tensor, generator: torch.Generator | None = None, diagnose: bool = False
     ) -> tuple[Tensor, Diagnostics | None]:
-        operator = self.operator(input.shape)
+        if parametrize.is_parametrized(self):
+            # Some parametrisations change with every look (spectral_norm in training): look once.
+            with parametrize.cached():
+                return self._solve(input, generator, diagnose)
+        return self._solve(input, generator, diagnose)
+
+    def _solve(
+        self, input: Tensor, generator: torch.Generator | None, diagnose: bool
+    ) -> tuple[Tensor, Diagnostics | None]:
+        kernel = self._kernel()
         return run_block(
             self.solver,
             self.prior,
-            operator,
+            operator_from_kernel(kernel, self.geometry, input.shape),
             input,
             self.bias,
             lambda: super(SolverBlock, self).forward(input),
-            self._current_L(),
+            self._current_L(kernel),
+            residual=self.residual if self.solver.implicit else None,
             output=self.output,
             training=self.training,
             generator=generator,
             diagnose=diagnose,
         )
-
-    @torch.no_grad()
-    def _current_L(self) -> Tensor:
-        """Returns the constant for this forward, after following the weights where they have moved."""
-        kernel = self._kernel().detach()
-        estimate, vectors = power_step(kernel, self.geometry, self.power_vectors)
-        estimate = estimate * self.power_ratio
-        if not self.training:
-            # Evaluation leaves no trace, yet must not diverge on weights that were changed behind the block's back.
-            return torch.where(estimate > STALE * self.L, estimate, self.L)
-        fingerprint = self._fingerprint(kernel)
-        moved = (fingerprint != self.weight_fingerprint) & torch.isfinite(estimate)
-        self.L.copy_(torch.where(moved, estimate, self.L))
-        self.power_vectors.copy_(torch.where(moved, vectors, self.power_vectors))
-        self.weight_fingerprint.copy_(torch.where(moved, fingerprint, self.weight_fingerprint))
-        return self.L.clone()
-
-    def _fingerprint(self, kernel: Tensor) -> Tensor:
-        """A number that changes with the weights: comparing tensor versions would break compiled graphs."""
-        return kernel.to(self.L.dtype).square().sum()
-
-    @torch.no_grad()
-    def compute_step(self, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
-        """Computes the buffers behind the step size without writing them; see :meth:`refresh_step`."""
-        kernel = self._kernel().detach()
-        constant = lipschitz_from_kernel(kernel, self.geometry, method=method, tolerance=tolerance).to(self.L)
-        vectors = self.power_vectors
-        if not bool(torch.isfinite(vectors).all()) or not bool(vectors.any()):
-            vectors = start_vectors(kernel, self.geometry)
-        for _ in range(WARM_UP):
-            estimate, vectors = power_step(kernel, self.geometry, vectors)
-        ratio = torch.where(estimate > 0, constant / estimate.clamp_min(torch.finfo(constant.dtype).tiny), 1.0)
-        return {
-            "L": constant,
-            "power_vectors": vectors,
-            "power_ratio": ratio.clamp_min(1.0),
-            "weight_fingerprint": self._fingerprint(kernel),
-        }
-
-    def write_step(self, values: dict[str, Tensor]) -> None:
-        """Writes what :meth:`compute_step` computed, in place: compiled graphs hold these very buffers."""
-        with torch.no_grad():
-            for name, value in values.items():
-                getattr(self, name).copy_(value)
-
-    def refresh_step(self, method: str = "certified", tolerance: float = 0.1) -> Tensor:
-        """Recomputes ``L`` from the weights and returns it.
-
-        Args:
-            method: "certified" (never below the truth, for any input size) or "power" (a lower bound).
-            tolerance: How far above the truth a certified constant may be.
-
-        Raises:
-            WeightError: If the weights are not finite; nothing is changed then.
-        """
-        self.write_step(self.compute_step(method, tolerance))
-        return self.L
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        before = {name: self._buffers[name] for name in STEP_BUFFERS if name in self._buffers}
-        super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            after = self._buffers[name]
-            # Constants stay in float32 at least: as a half, L would overflow or lose its certificate.
-            if buffer is not None and after is not None and after.dtype.itemsize < 4:
-                self._buffers[name] = buffer.to(after.device)
-        return self
-
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        if self.weight.is_meta:
-            return
-        try:
-            self.refresh_step()
-        except SolverPluginsError as error:
-            # The last argument collects what load_state_dict reports in its own error.
-            args[-1].append(str(error))
 
     def extra_repr(self) -> str:
         """Returns the layer's own line, with activation and solver."""

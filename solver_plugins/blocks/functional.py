@@ -1,5 +1,6 @@
 """Solver blocks as functions of their weights, beside ``torch.nn.functional``."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,11 @@ from solver_plugins.blocks.run import (
     Activation,
     OutputKind,
     check_combination,
+    check_rank,
     make_solver,
     run_block,
 )
-from solver_plugins.errors import ShapeError
+from solver_plugins.errors import OptionError, ShapeError
 from solver_plugins.operators import Geometry, lipschitz_from_kernel, operator_from_kernel
 from solver_plugins.prox import prox_for
 from solver_plugins.solvers import Diagnostics, Solver, working_dtype
@@ -136,6 +138,11 @@ def solve_layer(
     check_combination(made, prior, output, operator.out_features, operator.in_features, geometry)
     if bias is not None and bias.shape != (operator.out_features,):
         raise ShapeError(f"Expected a bias of shape ({operator.out_features},); found {tuple(bias.shape)}.")
+    check_rank(made, prior, kernel)
+    if isinstance(lipschitz, (int, float)) and not 0 <= lipschitz < math.inf:
+        raise OptionError(f"Expected a finite lipschitz constant of at least 0; found {lipschitz}.")
+    if isinstance(lipschitz, Tensor) and lipschitz.dim() != 0:
+        raise ShapeError(f"Expected lipschitz to be a number or a 0-d tensor; found shape {tuple(lipschitz.shape)}.")
     if lipschitz is None:
         lipschitz = lipschitz_from_kernel(kernel.detach(), geometry, diagonal=diagonal)
     constant = torch.as_tensor(lipschitz, dtype=working_dtype(kernel.dtype), device=kernel.device)

@@ -1,14 +1,13 @@
 """One block solve: what the functions and the modules of this room share."""
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.errors import NoMinimizerError, NoMinimizerWarning, OptionError
+from solver_plugins.errors import InputError, NoMinimizerError, NoMinimizerWarning, OptionError, ShapeError, warn
 from solver_plugins.gradients import differentiable_solve
 from solver_plugins.operators import Geometry, LinearOperator
 from solver_plugins.prox import Prior
@@ -66,13 +65,43 @@ def check_combination(
     )
     if solver.implicit:
         raise NoMinimizerError(f"{reason}. An implicit gradient does not exist there.")
-    warnings.warn(f"{reason}.", NoMinimizerWarning, stacklevel=4)
+    warn(f"{reason}.", NoMinimizerWarning)
+
+
+def check_rank(solver: Solver, prior: Prior, kernel: Tensor) -> None:
+    """Raises NoMinimizerError if an implicit gradient with ``lam = 0`` meets a map that may lack full row rank.
+
+    The rank is known for a linear layer only; a bounded prior needs none.
+    """
+    if not solver.implicit or solver.config.lam > 0 or prior.bounded or kernel.is_meta:
+        return
+    if kernel.dim() == 2 and int(torch.linalg.matrix_rank(kernel.detach().double())) == kernel.shape[0]:
+        return
+    raise NoMinimizerError(
+        "gradient='implicit' with lam=0 needs a linear map of full row rank; a weight of shape "
+        f"{tuple(kernel.shape)} was found that is not known to be one. Use lam > 0 (default 1e-3)."
+    )
 
 
 def output_dtype(weight: Tensor) -> torch.dtype:
     """Returns the dtype of the plain layer's output."""
     kind = weight.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+    # Autocast leaves float64 alone.
+    lowered = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lowered else weight.dtype
+
+
+def check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) -> None:
+    """Raises InputError or ShapeError for what the plain layer would not take, on every path of every solver."""
+    weight = operator.weight
+    autocast = torch.is_autocast_enabled(weight.device.type)
+    if not input.is_floating_point() or (input.dtype != weight.dtype and not autocast):
+        raise InputError(f"Expected an input in {weight.dtype}, the weight's dtype; found {input.dtype}.")
+    if skip is not None:
+        batch = tuple(input.shape[: input.dim() - len(operator.problem_dims)])
+        shape = (*batch, operator.out_features, *getattr(operator, "output_size", ()))
+        if tuple(skip.shape) != shape:
+            raise ShapeError(f"Expected a skip of the output's shape {shape}; found {tuple(skip.shape)}.")
 
 
 def run_block(
@@ -85,6 +114,7 @@ def run_block(
     lipschitz: Tensor,
     *,
     skip: Tensor | None = None,
+    residual: Tensor | None = None,
     output: str = "argument",
     training: bool = True,
     generator: torch.Generator | None = None,
@@ -101,12 +131,14 @@ def run_block(
         layer: Computes ``A u + b`` (without the skip) as the plain layer does, bit for bit.
         lipschitz: ``lambda_max(A A^T)``, a 0-d tensor that is a constant for the backward pass.
         skip: Joins the bias (appendix J).
+        residual: A 0-d buffer that receives the residual of an implicit solve.
         output: The "argument" of the activation, or its "value".
         training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
         generator: Source of the draws; the global one by default.
         diagnose: Also record objective and residual per iteration.
     """
     sampling = solver.samples != "nothing" and (training or solver.samples_in_evaluation)
+    check_input(input, operator, skip)
     dtype = output_dtype(operator.weight)
     working = working_dtype(dtype)
     additive = None if bias is None else operator.per_feature(bias).to(working)
@@ -125,6 +157,6 @@ def run_block(
         formulation=solver.config.formulation,
     )
     draws = Draws(generator) if sampling else None
-    solution = differentiable_solve(solver, problem, draws=draws, diagnose=diagnose)
+    solution = differentiable_solve(solver, problem, draws=draws, diagnose=diagnose, residual=residual)
     result = solution.argument if output == "argument" else solution.value
     return result.to(dtype), solution.diagnostics

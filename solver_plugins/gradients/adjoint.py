@@ -14,6 +14,7 @@ is iterated: softmax is 1/2-Lipschitz, so each step halves the error.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,50 +22,74 @@ from torch import Tensor
 from solver_plugins.solvers import BlockProblem
 
 
-def adjoint_map(problem: BlockProblem, v: Tensor) -> Callable[[Tensor], Tensor]:
-    """Returns ``y -> J M y`` at ``v``."""
-    return lambda y: problem.prior.vjp(v, problem.step, problem.descend(y, problem.hessian(y), problem.step))
+@dataclass(frozen=True)
+class AdjointSystem:
+    """The system at one fixed point; it holds what it needs and no live Parameter.
 
+    Attributes:
+        problem: The problem, detached.
+        jacobian: ``y -> J y``.
+        diagonal: ``D`` for a separable prior, else None.
+    """
 
-def conjugate_gradients(problem: BlockProblem, v: Tensor, w: Tensor, iterations: int) -> Tensor:
-    """Solves ``y = w + D M y`` per sample from zero; a sample that is done no longer moves."""
-    root = problem.prior.derivative(v, problem.step).sqrt()
-    inner = problem.operator.inner
+    problem: BlockProblem
+    jacobian: Callable[[Tensor], Tensor]
+    diagonal: Tensor | None
 
-    def smooth(y: Tensor) -> Tensor:
-        return problem.descend(y, problem.hessian(y), problem.step)
+    @classmethod
+    def at(cls, problem: BlockProblem, v: Tensor) -> "AdjointSystem":
+        """Sets the system up at ``v``; the prior is asked now, for its parameters may be others later."""
+        prior, step = problem.prior, problem.step
+        if not prior.separable:
+            return cls(problem, lambda y: prior.vjp(v, step, y), None)
+        with torch.no_grad():
+            diagonal = prior.derivative(v, step)
+        return cls(problem, lambda y: diagonal * y, diagonal)
 
-    residual = root * smooth(w)
-    z = torch.zeros_like(residual)
-    direction = residual
-    size = inner(residual, residual)
-    # Below the rounding error of the right-hand side a further step only adds noise.
-    done_below = size * torch.finfo(size.dtype).eps ** 2
-    for _ in range(iterations):
-        product = direction - root * smooth(root * direction)
-        curvature = inner(direction, product)
-        moving = (size > done_below) & (curvature > 0)
-        alpha = torch.where(moving, size / torch.where(moving, curvature, 1.0), 0.0)
-        z = z + alpha * direction
-        residual = residual - alpha * product
-        new_size = torch.where(moving, inner(residual, residual), size)
-        direction = torch.where(moving, residual + new_size / torch.where(moving, size, 1.0) * direction, direction)
-        size = new_size
-    return w + root * z
+    def smooth(self, y: Tensor) -> Tensor:
+        """Returns ``M y``."""
+        return self.problem.descend(y, self.problem.hessian(y), self.problem.step)
 
+    def solve(self, w: Tensor, iterations: int) -> Tensor:
+        """Solves ``y = w + J M y`` as well as ``iterations`` steps can."""
+        # Gradients may be of any size, and their squares must not underflow.
+        scale = w.abs().amax(self.problem.operator.problem_dims, keepdim=True)
+        scale = torch.where(scale > 0, scale, 1.0)
+        method = self.fixed_point if self.diagonal is None else self.conjugate_gradients
+        return method(w / scale, iterations) * scale
 
-def fixed_point(problem: BlockProblem, v: Tensor, w: Tensor, iterations: int) -> Tensor:
-    """Takes ``iterations`` steps ``y <- w + J M y``: the gradient of that many unrolled iterations at ``v``."""
-    step = adjoint_map(problem, v)
-    y = w
-    for _ in range(iterations):
-        y = w + step(y)
-    return y
+    def conjugate_gradients(self, w: Tensor, iterations: int) -> Tensor:
+        """Solves the symmetric form per sample, from zero; a sample that is done no longer moves."""
+        assert self.diagonal is not None
+        root, inner = self.diagonal.sqrt(), self.problem.operator.inner
+        residual = root * self.smooth(w)
+        z = torch.zeros_like(residual)
+        direction = residual
+        size = inner(residual, residual)
+        # Below the rounding error of the right-hand side a further step only adds noise.
+        done_below = size * torch.finfo(size.dtype).eps ** 2
+        for _ in range(iterations):
+            product = direction - root * self.smooth(root * direction)
+            curvature = inner(direction, product)
+            moving = (size > done_below) & (curvature > 0)
+            alpha = torch.where(moving, size / torch.where(moving, curvature, 1.0), 0.0)
+            z = z + alpha * direction
+            residual = residual - alpha * product
+            new_size = torch.where(moving, inner(residual, residual), size)
+            ratio = new_size / torch.where(moving, size, 1.0)
+            direction = torch.where(moving, residual + ratio * direction, direction)
+            size = new_size
+        return w + root * z
 
+    def fixed_point(self, w: Tensor, iterations: int) -> Tensor:
+        """Takes ``y <- w + J M y`` that many times: the gradient of ``iterations + 1`` unrolled iterations at ``v``."""
+        y = w
+        for _ in range(iterations):
+            y = w + self.jacobian(self.smooth(y))
+        return y
 
-def relative_residual(problem: BlockProblem, v: Tensor, w: Tensor, y: Tensor) -> Tensor:
-    """Returns ``max |y - w - J M y| / |w|`` over the samples."""
-    error = y - w - adjoint_map(problem, v)(y)
-    inner = problem.operator.inner
-    scale = inner(w, w).clamp_min(torch.finfo(w.dtype).tiny)
-    return (inner(error, error) / scale).max().sqrt()
+    def relative_residual(self, w: Tensor, y: Tensor) -> Tensor:
+        """Returns ``|y - w - J M y| / |w|`` per sample."""
+        dims = self.problem.operator.problem_dims
+        error = torch.linalg.vector_norm(y - w - self.jacobian(self.smooth(y)), dim=dims)
+        return error / torch.linalg.vector_norm(w, dim=dims).clamp_min(torch.finfo(w.dtype).tiny)

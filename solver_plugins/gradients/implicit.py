@@ -6,7 +6,6 @@ there is no such check: a data-dependent branch would break the graph.
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from solver_plugins.errors import DoubleBackwardError, NotConvergedWarning
-from solver_plugins.gradients.adjoint import conjugate_gradients, fixed_point, relative_residual
+from solver_plugins.errors import DoubleBackwardError, NotConvergedWarning, warn
+from solver_plugins.gradients.adjoint import AdjointSystem
 from solver_plugins.solvers import BlockProblem, Solution, Solver, State, solve
 
 
@@ -39,8 +38,9 @@ class _AdjointSolve(torch.autograd.Function):
         # gradient is a constant (loss = out.sum() + ...).
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise DoubleBackwardError(
-                "Expected a first derivative only; found create_graph=True through a block with gradient='implicit'. "
-                "Use gradient='unrolled', whose derivatives of any order are right."
+                "Expected a first derivative only; found create_graph=True, or a torch.func transform, which always "
+                "records, through a block with gradient='implicit'. Use gradient='unrolled', whose derivatives of any "
+                "order are right."
             )
         return _AdjointSolve._solve(ctx, grad), None
 
@@ -50,66 +50,73 @@ class _AdjointSolve(torch.autograd.Function):
         return ctx.adjoint(grad)
 
 
-def solve_implicit(solver: Solver, problem: BlockProblem, *, diagnose: bool = False) -> Solution:
+def solve_implicit(
+    solver: Solver, problem: BlockProblem, *, diagnose: bool = False, residual: Tensor | None = None
+) -> Solution:
     """Solves without recording, then attaches the gradient of the fixed point.
 
     Args:
         solver: A deterministic solver with ``gradient="implicit"``.
         problem: The problem; gradients reach its input, weights, bias and the prior's parameters.
         diagnose: As in :func:`solver_plugins.solvers.solve`.
+        residual: A 0-d buffer that receives the largest residual of the batch, also in a compiled graph.
     """
-    config = solver.config
-    if not torch.is_grad_enabled():
-        return solve(solver, problem, diagnose=diagnose)
     # The layer's output is computed once and kept: it must be recorded.
     _ = problem.output
     with torch.no_grad():
         solution = solve(solver, problem, diagnose=diagnose)
-        v = solution.state.v
-        x = solution.value
-        residual = problem.residual(x)
-    if not torch.compiler.is_compiling() and residual.numel() and not residual.max().item() <= config.implicit_tol:
-        warnings.warn(
-            f"{solver.name}: after {config.iters} iterations the residual is {residual.max().item():.2e}, above "
+        found = problem.residual(solution.value)
+        worst = found.amax() if found.numel() else found.new_zeros(())
+        if residual is not None:
+            residual.copy_(worst)
+    if not torch.is_grad_enabled():
+        return solution
+    config = solver.config
+    if not torch.compiler.is_compiling() and not float(worst) <= config.implicit_tol:
+        warn(
+            f"{solver.name}: after {config.iters} iterations the residual is about {float(worst):.0e}, above "
             f"implicit_tol={config.implicit_tol:.0e}; this gradient is unrolled instead. Raise iters or lam, or use "
             "gradient='unrolled'.",
             NotConvergedWarning,
-            stacklevel=2,
         )
         return solve(solver, problem, diagnose=diagnose)
     # Everything that T depends on, except v itself, is live here. The value stays that of the solve itself, so that
     # training, evaluation and the unrolled mode agree to the last bit; only the derivative is that of T.
+    v = solution.state.v
     x = problem.prior.prox(v, problem.step)
     image = problem.descend(x, problem.gradient(x), problem.step)
-    frozen = _detached(problem)
-    attached = v + _AdjointSolve.apply(image - image.detach(), lambda w: _adjoint(solver, frozen, v, w))
+    system = AdjointSystem.at(_detached(problem), v)
+    attached = v + _AdjointSolve.apply(image - image.detach(), lambda w: _adjoint(solver, system, w))
     return Solution(solver, problem, State(attached, problem.step), solution.diagnostics)
 
 
-def _adjoint(solver: Solver, problem: BlockProblem, v: Tensor, w: Tensor) -> Tensor:
+def _adjoint(solver: Solver, system: AdjointSystem, w: Tensor) -> Tensor:
     config = solver.config
-    method = conjugate_gradients if problem.prior.separable else fixed_point
-    y = method(problem, v, w, config.implicit_iters)
-    if torch.compiler.is_compiling():
+    y = system.solve(w, config.implicit_iters)
+    if torch.compiler.is_compiling() or not w.numel():
         return y
-    error = relative_residual(problem, v, w, y).item()
+    error = float(system.relative_residual(w, y).amax())
     if error <= config.implicit_tol:
         return y
-    warnings.warn(
-        f"{solver.name}: the implicit backward solve reached a relative residual of {error:.2e} in "
-        f"{config.implicit_iters} "
-        f"steps, above implicit_tol={config.implicit_tol:.0e}; the gradient of {config.iters} unrolled iterations is "
-        f"used "
-        "instead. Raise implicit_iters or lam.",
+    warn(
+        f"{solver.name}: the implicit backward solve reached a relative residual of about {error:.0e} in "
+        f"{config.implicit_iters} steps, above implicit_tol={config.implicit_tol:.0e}; the gradient of {config.iters} "
+        "unrolled iterations is used instead. Raise implicit_iters or lam.",
         NotConvergedWarning,
-        stacklevel=2,
     )
-    return fixed_point(problem, v, w, config.iters)
+    return system.fixed_point(w, config.iters - 1)
 
 
 def _detached(problem: BlockProblem) -> BlockProblem:
+    """Returns the problem's Hessian alone: no graph, and no input or output that would be kept alive."""
     operator = problem.operator
     diagonal = None if operator.diagonal is None else operator.diagonal.detach()
+    nothing = operator.weight.new_empty(0)
     return dataclasses.replace(
-        problem, operator=dataclasses.replace(operator, weight=operator.weight.detach(), diagonal=diagonal)
+        problem,
+        operator=dataclasses.replace(operator, weight=operator.weight.detach(), diagonal=diagonal),
+        input=nothing,
+        bias=None,
+        layer=lambda: nothing,
+        _output=None,
     )

@@ -79,6 +79,10 @@ def reader_for(layer_class: type) -> Reader:
     Raises:
         UnsupportedLayerError: If there is none, with the reason.
     """
+    own: Reader | None = getattr(layer_class, "kernel_reader", None)
+    if own is not None:
+        # A class that says itself how it is read: a solver block, which overrides forward.
+        return own
     for base in layer_class.__mro__:
         name = _qualified_name(base)
         if name not in LAYERS:

@@ -90,7 +90,7 @@ class PreluPrior(Prior):
         """
         weight = self._weight()
         if is_unit(step):
-            return functional.prelu(a, weight)
+            return functional.prelu(a, weight.to(a.dtype))
         return torch.where(a > 0, a, a * _factor(_as_channels(weight, a), step_like(step, a)))
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:

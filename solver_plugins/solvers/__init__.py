@@ -5,6 +5,7 @@ from solver_plugins.solvers.anderson import Anderson
 from solver_plugins.solvers.base import (
     DeterministicConfig,
     Draws,
+    RateConfig,
     SamplingConfig,
     SamplingSolver,
     Solver,
@@ -34,6 +35,7 @@ __all__ = [
     "Draws",
     "ProxGD",
     "ProxSG",
+    "RateConfig",
     "SamplingConfig",
     "SamplingSolver",
     "Solution",

@@ -91,5 +91,6 @@ class Anderson(Solver):
             noise = rounding**2 * images[-1].detach().square().sum(-1)
             ridge = (self.config.ridge * scale + noise + torch.finfo(normal.dtype).tiny)[..., None, None]
             right = df @ residuals[-1].unsqueeze(-1)
-            gamma = torch.linalg.solve(normal + ridge * eye, right)
+            # solve_ex: checking for a singular matrix, which the ridge excludes, would stall a GPU.
+            gamma = torch.linalg.solve_ex(normal + ridge * eye, right).result
             return images[-1] - (dt.mT @ gamma).squeeze(-1)

@@ -4,6 +4,7 @@ A new solver is one file: derive a config and a final class, write ``step``, dec
 """
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -37,7 +38,7 @@ class SolverConfig(StrictConfig):
 class DeterministicConfig(SolverConfig):
     """Options of the solvers that use full gradients only."""
 
-    hints: ClassVar[dict[str, str]] = {
+    hints: ClassVar[Mapping[str, str]] = {
         "p": "This solver does not sample: a dropout layer in front of the block stays in the model, unchanged.",
         "eval_mode": "This solver is deterministic, in training too.",
     }
@@ -56,13 +57,10 @@ class DeterministicConfig(SolverConfig):
 class SamplingConfig(SolverConfig):
     """Options of the solvers that draw features at random."""
 
-    hints: ClassVar[dict[str, str]] = {
+    hints: ClassVar[Mapping[str, str]] = {
         "gradient": "A sampled solve does not converge to a fixed point, so it is always unrolled.",
     }
 
-    p: float = pydantic.Field(
-        0.5, ge=0, lt=1, description="Dropout rate in [0, 1); tau = round((1 - p) n) features are drawn. Paper: 0.5."
-    )
     per_sample: bool = pydantic.Field(
         True, description="Draw for each sample, as nn.Dropout does; False draws one set for the whole batch."
     )
@@ -80,6 +78,14 @@ class SamplingConfig(SolverConfig):
         if self.step != "exp" and self.decay != type(self).model_fields["decay"].default:
             raise ValueError(f"option 'decay' only acts with step='exp'; found step={self.step!r}. Drop one of them.")
         return self
+
+
+class RateConfig(SamplingConfig):
+    """Options of the solvers that replace a dropout rate."""
+
+    p: float = pydantic.Field(
+        0.5, ge=0, lt=1, description="Dropout rate in [0, 1); tau = round((1 - p) n) features are drawn. Paper: 0.5."
+    )
 
 
 @dataclass(frozen=True)
@@ -190,8 +196,8 @@ class SamplingSolver(Solver):
             )
 
     def tau(self, features: int) -> int:
-        """Returns how many of the features are drawn."""
-        return tau_of(self.config.p, features)
+        """Returns how many of the features are drawn: as many as a dropout rate ``p`` keeps, or a single one."""
+        return tau_of(self.config.p, features) if isinstance(self.config, RateConfig) else 1
 
     def step_at(self, problem: BlockProblem, iteration: int) -> Step:
         """Returns the step ``t_k`` of an iteration."""

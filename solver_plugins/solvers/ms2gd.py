@@ -3,9 +3,13 @@
 from torch import Tensor
 
 from solver_plugins.registry import register_solver
-from solver_plugins.solvers.base import Draws
+from solver_plugins.solvers.base import Draws, RateConfig
 from solver_plugins.solvers.problem import BlockProblem
 from solver_plugins.solvers.variance_reduced import VarianceReduced, VarianceReducedConfig
+
+
+class MS2GDConfig(RateConfig, VarianceReducedConfig):
+    """Options of ``ms2gd``."""
 
 
 @register_solver
@@ -17,7 +21,7 @@ class MS2GD(VarianceReduced):
 
     name = "ms2gd"
     tags = ("sampling", "variance-reduced")
-    Config = VarianceReducedConfig
+    Config = MS2GDConfig
 
     def keeps_iterates(self) -> bool:
         return False

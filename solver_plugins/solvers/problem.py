@@ -77,7 +77,9 @@ class BlockProblem:
 
     def hessian(self, x: Tensor) -> Tensor:
         """Returns ``s (A A^T + lam) x``."""
-        return self.scaled(self.operator.gram(x).to(x.dtype) + self.lam * x)
+        # Scaled between the two products: A A^T x itself can overflow a half where the layer's output does not.
+        product = self.operator.apply(self.scaled(self.operator.adjoint(x)))
+        return product.to(self.dtype) + self.scaled(self.lam * x)
 
     def gradient(self, x: Tensor | None) -> Tensor:
         """Returns ``grad F(x)``; None stands for ``x = 0``, where it costs nothing."""
@@ -99,8 +101,8 @@ class BlockProblem:
 
     def sampled_hessian(self, x: Tensor, weights: Tensor) -> Tensor:
         """Returns ``s (A diag(w) A^T + lam) x``, whose mean over the sampling is :meth:`hessian`."""
-        product = self.operator.apply(weights * self.operator.adjoint(x))
-        return self.scaled(product.to(x.dtype) + self.lam * x)
+        product = self.operator.apply(weights * self.scaled(self.operator.adjoint(x)))
+        return product.to(self.dtype) + self.scaled(self.lam * x)
 
     def descend(self, x: Tensor | None, gradient: Tensor, step: Step) -> Tensor:
         """Returns ``x - step * gradient``, the argument of the next proximal map."""
@@ -119,7 +121,15 @@ class BlockProblem:
         return total if self.bias is None else total - (self.bias * x).sum(dims)
 
     def residual(self, x: Tensor) -> Tensor:
-        """Returns ``|x - prox_{t g}(x - t grad F(x))| / max(|x|, 1)`` per sample: zero exactly at a minimiser."""
+        """Returns ``|x - prox_{t g}(x - t grad F(x))| / max(|x|, |t c|)`` per sample: zero exactly at a minimiser.
+
+        Relative to the problem's own scale: the iterate, or the first step from zero where the minimiser is zero.
+        """
         moved = self.prior.prox(self.descend(x, self.gradient(x), self.step), self.step)
         dims = self.operator.problem_dims
-        return (x - moved).square().sum(dims).sqrt() / x.square().sum(dims).sqrt().clamp_min(1.0)
+
+        def size(t: Tensor) -> Tensor:
+            return torch.linalg.vector_norm(t, dim=dims)
+
+        scale = torch.maximum(size(x), size(self.step * self.output))
+        return size(x - moved) / scale.clamp_min(torch.finfo(x.dtype).tiny)

@@ -1,5 +1,6 @@
 """Proximal stochastic gradient with tau-nice or importance sampling (Prox-SG, Prop. 1)."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 import pydantic
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from solver_plugins.operators import LinearOperator, importance_mask, importance_weights, inclusion_probabilities
 from solver_plugins.registry import register_solver
-from solver_plugins.solvers.base import Draws, SamplingConfig, SamplingSolver, State
+from solver_plugins.solvers.base import Draws, RateConfig, SamplingSolver, State
 from solver_plugins.solvers.problem import BlockProblem
 from solver_plugins.solvers.steps import StepRule, full_smoothness, sampled_smoothness
 
@@ -17,7 +18,7 @@ UNIFORM_SHARE = 0.5
 is."""
 
 
-class ProxSGConfig(SamplingConfig):
+class ProxSGConfig(RateConfig):
     """Options of ``proxsg``."""
 
     step: StepRule = pydantic.Field("exp", description="Step-size rule; the paper decays exponentially.")
@@ -26,6 +27,13 @@ class ProxSGConfig(SamplingConfig):
         description="'uniform' is tau-nice; 'lipschitz' draws feature i with a probability proportional to |a_i|^2, "
         "'gradient' to |grad f_i(x)|.",
     )
+
+
+@dataclass(frozen=True)
+class SampledState(State):
+    """A :class:`State` with the inclusion probabilities of an importance sampling (None: uniform)."""
+
+    probabilities: Tensor | None
 
 
 @register_solver
@@ -59,40 +67,42 @@ class ProxSG(SamplingSolver):
     def init(self, problem: BlockProblem) -> None:
         return None
 
-    def step(self, problem: BlockProblem, state: State | None, iteration: int, draws: Draws | None) -> State:
+    def step(
+        self, problem: BlockProblem, state: SampledState | None, iteration: int, draws: Draws | None
+    ) -> SampledState:
         x = None if state is None else self.value(problem, state)
+        probabilities = None if state is None else state.probabilities
         step = self.step_at(problem, iteration)
         features = problem.operator.in_features
         tau = self.tau(features)
         if draws is None or tau == features:
             gradient = problem.gradient(x)
         else:
-            gradient = problem.sampled_gradient(x, self._weights(problem, x, tau, draws))
-        return State(problem.descend(x, gradient, step), step)
+            if self.config.sampling == "gradient" or (self.config.sampling == "lipschitz" and probabilities is None):
+                probabilities = self._probabilities(problem, x, tau)
+            gradient = problem.sampled_gradient(x, self._weights(problem, probabilities, tau, draws))
+        return SampledState(problem.descend(x, gradient, step), step, probabilities)
 
-    def _weights(self, problem: BlockProblem, x: Tensor | None, tau: int, draws: Draws) -> Tensor:
+    def _weights(self, problem: BlockProblem, probabilities: Tensor | None, tau: int, draws: Draws) -> Tensor:
+        """Draws a sample and returns its weights, of mean one, shaped like the input's features."""
         operator, u = problem.operator, problem.input
-        if self.config.sampling == "uniform":
+        if probabilities is None:
             return self.uniform_mask(u, operator.in_features, tau, operator, draws) * (operator.in_features / tau)
-        with torch.no_grad():
-            if self.config.sampling == "lipschitz":
-                probabilities = inclusion_probabilities(operator.column_norms_sq().to(u.dtype), tau)
-                probabilities = probabilities.expand(*self.batch_shape(u, operator), -1)
-            else:
-                probabilities = self._gradient_probabilities(problem, x, tau)
-            mask = importance_mask(probabilities, generator=draws.generator)
-            weights = importance_weights(mask, probabilities)
-        return operator.per_feature(weights)
+        mask = importance_mask(probabilities, generator=draws.generator)
+        return operator.per_feature(importance_weights(mask, probabilities).to(u.dtype))
 
-    def _gradient_probabilities(self, problem: BlockProblem, x: Tensor | None, tau: int) -> Tensor:
-        """Returns inclusion probabilities that follow ``|grad f_i(x)| ~ |a_i| |a_i^T x - u_i|``, half uniform."""
+    @torch.no_grad()
+    def _probabilities(self, problem: BlockProblem, x: Tensor | None, tau: int) -> Tensor:
+        """Returns inclusion probabilities in the working precision, one row per draw."""
         operator, u = problem.operator, problem.input
-        residual = u if x is None else problem.scaled(operator.adjoint(x)) - u
+        norms = operator.column_norms_sq().to(problem.dtype)
+        if self.config.sampling == "lipschitz":
+            return inclusion_probabilities(norms, tau).expand(*self.batch_shape(u, operator), -1)
+        # |grad f_i(x)| ~ |a_i| |a_i^T x - u_i|, half uniform.
+        residual = u.to(problem.dtype) if x is None else problem.scaled(operator.adjoint(x)) - u
         space = operator.problem_dims[1:]
-        size = residual.square().sum(space).sqrt() if space else residual.abs()
+        size = torch.linalg.vector_norm(residual, dim=space) if space else residual.abs()
         if not self.config.per_sample:
-            size = size.reshape(-1, size.shape[-1]).square().sum(0).sqrt()
-        scores = operator.column_norms_sq().sqrt().to(size.dtype) * size
-        guided = inclusion_probabilities(scores, tau)
-        probabilities = (1 - UNIFORM_SHARE) * guided + UNIFORM_SHARE * tau / operator.in_features
-        return probabilities.to(u.dtype)
+            size = torch.linalg.vector_norm(size.reshape(-1, size.shape[-1]), dim=0)
+        guided = inclusion_probabilities(norms.sqrt() * size, tau)
+        return (1 - UNIFORM_SHARE) * guided + UNIFORM_SHARE * tau / operator.in_features

@@ -8,11 +8,11 @@ from torch import Tensor
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import Prior
 from solver_plugins.registry import register_solver
-from solver_plugins.solvers.base import Draws, SamplingConfig, SamplingSolver, State
+from solver_plugins.solvers.base import Draws, RateConfig, SamplingSolver, State
 from solver_plugins.solvers.problem import BlockProblem
 
 
-class RCDConfig(SamplingConfig):
+class RCDConfig(RateConfig):
     """Options of ``rcd``.
 
     ``step="expected_smoothness"`` and ``"constant"`` are the same here: a principal block of the Hessian is never

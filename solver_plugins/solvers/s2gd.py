@@ -16,15 +16,12 @@ class S2GD(VarianceReduced):
 
     The iterate ``x_j``, ``1 <= j <= m``, is taken with a probability proportional to ``(1 - t lam)^(m-j)``. All ``m``
     inner steps are run and one is picked, which has the same law as stopping at a random step but no data-dependent
-    length. ``p`` plays no part: ``tau = 1`` whatever the dropout rate of the layer that is replaced.
+    length. There is no ``p``: ``tau = 1`` whatever the dropout rate of the layer that is replaced.
     """
 
     name = "s2gd"
     tags = ("sampling", "variance-reduced", "serial")
     Config = VarianceReducedConfig
-
-    def tau(self, features: int) -> int:
-        return 1
 
     def next_snapshot(
         self, problem: BlockProblem, last: Tensor, iterates: tuple[Tensor, ...], draws: Draws | None

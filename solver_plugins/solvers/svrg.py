@@ -13,15 +13,12 @@ from solver_plugins.solvers.variance_reduced import VarianceReduced, VarianceRed
 class SVRG(VarianceReduced):
     """Proximal SVRG: one feature per inner step, next outer loop from the mean of the inner iterates.
 
-    ``p`` plays no part: ``tau = 1`` whatever the dropout rate of the layer that is replaced.
+    There is no ``p``: ``tau = 1`` whatever the dropout rate of the layer that is replaced.
     """
 
     name = "svrg"
     tags = ("sampling", "variance-reduced", "serial")
     Config = VarianceReducedConfig
-
-    def tau(self, features: int) -> int:
-        return 1
 
     def next_snapshot(
         self, problem: BlockProblem, last: Tensor, iterates: tuple[Tensor, ...], draws: Draws | None

@@ -1,7 +1,9 @@
 """The iteration shared by mS2GD, S2GD and SVRG (Prop. 2, eq. 28-31)."""
 
 import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import pydantic
 from torch import Tensor
@@ -18,6 +20,11 @@ class VarianceReducedConfig(SamplingConfig):
     The step is constant by default: variance reduction needs no decay, and the guarded expected smoothness keeps the
     sampled steps from overshooting.
     """
+
+    hints: ClassVar[Mapping[str, str]] = {
+        **SamplingConfig.hints,
+        "p": "This solver draws one feature per step, whatever the dropout rate; ms2gd draws (1 - p) n of them.",
+    }
 
     inner: int = pydantic.Field(
         5, ge=1, description="Inner steps per full gradient; 5 makes two outer loops of the default ten iterations."

@@ -6,6 +6,7 @@ from torch import nn
 
 from solver_plugins import SolverBlock, SolverConv2d, SolverLinear, solver_conv2d, solver_linear
 from solver_plugins.errors import (
+    InputError,
     NoMinimizerWarning,
     NotProximalError,
     OptionError,
@@ -22,6 +23,7 @@ from solver_plugins.errors import (
         ({"solver": "proxgs"}, UnknownNameError, "Did you mean 'proxsg'|'proxgd'"),
         ({"solver": "proxsg", "itres": 3}, OptionError, "no option 'itres'.*'iters'"),
         ({"solver": "proxgd", "p": 0.5}, OptionError, "does not sample"),
+        ({"solver": "s2gd", "p": 0.5}, OptionError, "one feature per step"),
         ({"solver": "proxsg", "gradient": "implicit"}, OptionError, "unrolled"),
         ({"iters": 0}, OptionError, "iters.*found 0"),
         ({"iters": 2.5}, OptionError, "iters"),
@@ -92,6 +94,52 @@ def test_layers():
     fc.forward = fc.forward
     with pytest.raises(UnsupportedLayerError, match="hook"):
         SolverLinear.from_linear(fc)
+    compiled = nn.Linear(4, 4)
+    compiled.compile()
+    with pytest.raises(UnsupportedLayerError, match="compile the block"):
+        SolverLinear.from_linear(compiled)
+    named = nn.Linear(4, 4)
+    named.register_buffer("L", torch.ones(3))
+    with pytest.raises(UnsupportedLayerError, match="has L"):
+        SolverLinear.from_linear(named)
+
+
+def test_the_source_layer_is_left_as_it_was():
+    fc = nn.Linear(4, 4)
+    before = {name: (value.copy() if hasattr(value, "copy") else value) for name, value in vars(fc).items()}
+    SolverLinear.from_linear(fc, "relu")
+    assert vars(fc) == before
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("solver", ["proxgd", "proxsg", "ms2gd", "rcd"])
+def test_inputs_of_another_dtype(solver, training):
+    block = SolverLinear(4, 3, activation="relu", solver=solver).train(training)
+    for dtype in (torch.int64, torch.float64):
+        with pytest.raises(InputError, match=r"Expected an input in torch\.float32.*found torch\."):
+            block(torch.ones(2, 4, dtype=dtype))
+
+
+def test_functional_constants_and_skips():
+    u, weight = torch.randn(2, 4), torch.randn(3, 4)
+    for bad in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(OptionError, match="lipschitz"):
+            solver_linear(u, weight, solver="proxgd", lipschitz=bad)
+    with pytest.raises(ShapeError, match="0-d"):
+        solver_linear(u, weight, solver="proxgd", lipschitz=torch.ones(2))
+    with pytest.raises(ShapeError, match=r"skip of the output's shape \(2, 3\)"):
+        solver_linear(u, weight, solver="proxgd", skip=torch.randn(7, 2, 3))
+
+
+def test_warnings_point_at_the_callers_line():
+    for make in (
+        lambda: SolverLinear.from_linear(nn.Linear(3, 5), "relu", solver="proxgd", lam=0.0),
+        lambda: SolverLinear(3, 5, activation="relu", solver="proxgd", lam=0.0),
+        lambda: solver_linear(torch.randn(2, 3), torch.randn(5, 3), activation="relu", solver="proxgd", lam=0.0),
+    ):
+        with pytest.warns(NoMinimizerWarning) as caught:
+            make()
+        assert caught[0].filename == __file__
 
 
 def test_a_problem_without_a_minimiser_is_warned_of():

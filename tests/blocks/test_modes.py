@@ -1,11 +1,14 @@
 """Dtypes, autocast, torch.compile, vmap-free transforms: a block computes the same everywhere."""
 
+import copy
+
 import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
 
 from solver_plugins import SolverBlock, SolverConv2d, SolverLinear
+from solver_plugins.blocks.stepsize import STEP_BUFFERS
 from tests.solvers.cases import CASES, DETERMINISTIC
 from tests.tolerances import tolerance
 
@@ -120,9 +123,71 @@ def test_parametrised_layers():
     assert fc.parametrizations.weight.original0.grad is not None
 
 
-def test_ddp_like_buffers_are_plain_tensors():
+def test_buffers_are_plain_and_need_no_gradient():
     block = SolverLinear(6, 4, solver="proxgd")
-    assert {name for name, _ in block.named_buffers()} == {
-        "L", "power_vectors", "power_ratio", "weight_fingerprint",
-    }  # fmt: skip
+    assert {name for name, _ in block.named_buffers()} == set(STEP_BUFFERS)
     assert all(not buffer.requires_grad for buffer in block.buffers())
+
+
+def test_half_precision_does_not_overflow_where_the_layer_does_not():
+    """A A^T x is never formed in full: weights of size one make it overflow a half."""
+    fc = nn.Linear(512, 512)
+    nn.init.normal_(fc.weight)
+    block = SolverLinear.from_linear(fc, "relu", solver="proxgd", iters=10).eval()
+    u = torch.randn(4, 512)
+    expected = block(u)
+    with torch.autocast("cpu", dtype=torch.float16):
+        lowered = block(u)
+    halved = block.half()(u.half())
+    for got in (lowered, halved):
+        assert torch.isfinite(got).all()
+        assert (got.float() - expected).norm() < 0.05 * expected.norm()
+
+
+def test_float64_layers_ignore_autocast():
+    block = SolverLinear(6, 4, activation="relu", solver="proxgd", iters=3, dtype=torch.float64).eval()
+    u = torch.randn(3, 6, dtype=torch.float64)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(block(u), block(u)) and block(u).dtype == torch.float64
+
+
+def test_prelu_in_half():
+    block = SolverLinear.from_linear(nn.Linear(6, 4).half(), nn.PReLU().half(), solver="proxgd", iters=3)
+    assert torch.isfinite(block(torch.randn(3, 6).half())).all()
+
+
+def test_empty_batches():
+    for solver in sorted(CASES):
+        block = SolverLinear(6, 4, activation="relu", solver=solver, iters=3, **CASES[solver])
+        out = block(torch.zeros(0, 6, requires_grad=True))
+        out.sum().backward()
+        assert out.shape == (0, 4)
+    block = SolverLinear(6, 4, activation="relu", solver="proxgd", iters=3, gradient="implicit")
+    block(torch.zeros(0, 6, requires_grad=True)).sum().backward()
+
+
+def test_weight_norm_loads_and_leaves_again():
+    """The constant is certified after the parts of a parametrised weight have loaded, and torch can remove them."""
+    parametrized = torch.nn.utils.parametrizations.weight_norm
+    block = SolverBlock.from_layer(parametrized(nn.Linear(6, 4)), "relu", "proxgd", 5)
+    state = {name: 5 * value if name.endswith("original0") else value for name, value in block.state_dict().items()}
+    block.load_state_dict(state)
+    true = float(torch.linalg.matrix_norm(block.weight.detach().double(), 2)) ** 2
+    assert true <= float(block.L) <= 1.01 * true
+    u = torch.randn(3, 6)
+    expected = block.eval()(u)
+    torch.nn.utils.parametrize.remove_parametrizations(block, "weight")
+    assert type(block) is SolverLinear
+    torch.testing.assert_close(block(u), expected)
+
+
+def test_spectral_norm_is_looked_at_once():
+    torch.manual_seed(0)
+    fc = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))
+    block = SolverBlock.from_layer(copy.deepcopy(fc), "relu", "proxgd", 1)
+    state = {name: buffer.clone() for name, buffer in fc.named_buffers()}
+    for name, buffer in block.named_buffers():
+        if name in state:
+            buffer.copy_(state[name])
+    u = torch.randn(3, 6)
+    assert torch.equal(block(u), fc(u))

@@ -1,6 +1,8 @@
 """Implicit gradients: equal to unrolled ones at convergence, refused or replaced elsewhere."""
 
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -140,4 +142,56 @@ def test_problems_without_a_minimiser_are_refused():
         fc = nn.Linear(5, 3)
         fc.weight.data[2] = fc.weight.data[1]
         SolverLinear.from_linear(fc, "relu", solver="proxgd", gradient="implicit", lam=0.0)
+    with pytest.raises(NoMinimizerError, match="full row rank"):
+        solve_layer(torch.randn(2, 5), fc.weight, None, Geometry(), solver="proxgd", gradient="implicit", lam=0.0)
     SolverLinear(5, 3, activation="relu", solver="proxgd", gradient="implicit", lam=0.0)
+
+
+@pytest.mark.parametrize(("formulation", "weights", "inputs"), [("normalized", 0.2, 1e-5), ("paper", 15.0, 1e-2)])
+def test_the_residual_is_relative_to_the_problem(formulation, weights, inputs):
+    """Neither small inputs nor the paper's small iterates may pass for converged."""
+    fc = nn.Linear(32, 32, bias=False)
+    nn.init.normal_(fc.weight, std=weights)
+    block = SolverLinear.from_linear(fc, "relu", solver="proxgd", iters=3, gradient="implicit", formulation=formulation)
+    with pytest.warns(NotConvergedWarning):
+        block(inputs * torch.randn(4, 32))
+    assert float(block.residual) > 1e-3
+
+
+def test_tiny_incoming_gradients():
+    u, kernel, bias = tensors = inputs("linear")
+    found = []
+    for gradient in ("implicit", "unrolled"):
+        out = solve_layer(
+            u, kernel, bias, Geometry(), activation="relu", solver="fista", iters=500, lam=10.0, gradient=gradient
+        )
+        found.append(torch.autograd.grad(1e-200 * out.sum(), tensors))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a * 1e200, b * 1e200, rtol=1e-6, atol=1e-8)
+
+
+def test_a_slope_that_changes_before_the_backward():
+    """The system is set up in the forward: functional_call puts other parameters back before backward runs."""
+    act = nn.PReLU(dtype=F64)
+    model = nn.Sequential(nn.Linear(5, 4, dtype=F64), act)
+    model[0] = SolverLinear.from_linear(model[0], act, solver="fista", iters=400, lam=0.3, gradient="implicit").eval()
+    u = torch.randn(3, 5, dtype=F64)
+    other = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
+    other["1.weight"].data.fill_(0.9)
+    out = torch.func.functional_call(model, other, (u,))
+    got = torch.autograd.grad(out.sum(), list(other.values()))
+    act.weight.data.fill_(0.9)
+    expected = torch.autograd.grad(model(u).sum(), list(model.parameters()))
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_input_is_not_kept_after_the_backward():
+    block = SolverLinear(5, 4, activation="relu", solver="fista", iters=300, lam=1.0, gradient="implicit")
+    u = torch.randn(3, 5)
+    alive = weakref.ref(u)
+    out = block(u)
+    out.sum().backward()
+    del u
+    gc.collect()
+    assert alive() is None
