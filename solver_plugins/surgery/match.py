@@ -54,11 +54,12 @@ def match(record: Record, model: nn.Module) -> list[Block]:
                 uses[owner].reads.append(call)
             elif attribute != "bias" and _is_matrix(modules[owner], attribute):
                 loose.setdefault(parameter, _Uses()).reads.append(call)
-    rows = [(use.first(), _block(graph, name, modules[name], use)) for name, use in uses.items()]
+    found = {name: _merged([surroundings_of(graph, call) for call in use.calls]) for name, use in uses.items()}
+    _give_each_sum_one_block(found)
+    rows = [(use.first(), _block(graph, name, modules[name], use, found[name])) for name, use in uses.items()]
     for parameter, use in loose.items():
         rows.append((use.first(), _loose(graph, parameter, modules[parameter.rpartition(".")[0]], use)))
-    blocks = [block for _, block in sorted(rows, key=lambda row: row[0])]
-    return _one_block_per_sum([_finished(block) for block in blocks])
+    return [_finished(block) for _, block in sorted(rows, key=lambda row: row[0])]
 
 
 def _is_matrix(owner: nn.Module, attribute: str) -> bool:
@@ -66,7 +67,7 @@ def _is_matrix(owner: nn.Module, attribute: str) -> bool:
     return parameter is not None and parameter.dim() >= 2
 
 
-def _block(graph: Graph, name: str, module: nn.Module, use: _Uses) -> Block:
+def _block(graph: Graph, name: str, module: nn.Module, use: _Uses, found: Surroundings | None) -> Block:
     record = graph.record
     reasons = _layer_problems(record, name, module)
     aliases = record.aliases.get(name, ())
@@ -76,10 +77,8 @@ def _block(graph: Graph, name: str, module: nn.Module, use: _Uses) -> Block:
     elif not use.calls:
         inside = record.call_counts.get(name, 0) > 0
         reasons.append("called inside of another layer only" if inside else "never called in the forward pass")
-    if not use.calls:
+    if found is None:
         return Block(name, module, host_name=name, aliases=aliases, reasons=tuple(reasons))
-    around = [surroundings_of(graph, call) for call in use.calls]
-    found, notes = _merged(around)
     hosts = {
         "linear": name,
         "norm": found.norm.name if found.norm else name,
@@ -90,7 +89,7 @@ def _block(graph: Graph, name: str, module: nn.Module, use: _Uses) -> Block:
         name=name,
         module=module,
         pattern=found.pattern,
-        dropout=_owned(found.dropout, around),
+        dropout=found.dropout,
         norm=found.norm,
         skip=found.skip,
         activation=found.activation,
@@ -100,11 +99,11 @@ def _block(graph: Graph, name: str, module: nn.Module, use: _Uses) -> Block:
         host_name=hosts[found.host],
         input_shape=record.values[first.inputs[0].value].shape,
         output_shape=record.values[first.outputs[0]].shape,
-        is_last=any(one.is_last for one in around),
+        is_last=found.is_last,
         calls=tuple(call.index for call in use.calls),
         aliases=aliases,
         reasons=tuple(reasons + found.reasons),
-        notes=tuple(notes),
+        notes=tuple(found.notes),
     )
 
 
@@ -134,20 +133,22 @@ def _layer_problems(record: Record, name: str, module: nn.Module) -> list[str]:
     return reasons
 
 
-def _merged(around: list[Surroundings]) -> tuple[Surroundings, list[str]]:
+def _merged(around: list[Surroundings]) -> Surroundings | None:
     """Makes one of the surroundings of all calls of a layer."""
-    first = around[0]
-    if len(around) == 1:
-        return first, first.notes
-    if any(one.signature() != first.signature() for one in around):
+    if not around:
+        return None
+    found = around[0]
+    if len(around) > 1 and any(one.signature() != found.signature() for one in around):
         patterns = ", ".join(dict.fromkeys(one.pattern for one in around))
-        plain = Surroundings(first.call)
-        return plain, [
-            f"called {len(around)} times in different surroundings ({patterns}), so only the layer is common"
-        ]
-    if first.host != "linear":
-        first.reasons.append(f"called {len(around)} times: a {first.host} hosts a block for one call only")
-    return first, [*first.notes, f"called {len(around)} times"]
+        why = f"called {len(around)} times in different surroundings ({patterns}), so only the layer is common"
+        found = Surroundings(found.call, notes=[why])
+    elif len(around) > 1:
+        if found.host != "linear":
+            found.reasons.append(f"called {len(around)} times: a {found.host} hosts a block for one call only")
+        found.notes.append(f"called {len(around)} times")
+    found.is_last = any(one.is_last for one in around)
+    found.dropout = _owned(found.dropout, around)
+    return found
 
 
 def _owned(dropout: DropoutPart | None, around: list[Surroundings]) -> DropoutPart | None:
@@ -156,6 +157,17 @@ def _owned(dropout: DropoutPart | None, around: list[Surroundings]) -> DropoutPa
         return dropout
     calls = tuple(index for one in around if one.dropout is not None for index in one.dropout.calls)
     return dataclasses.replace(dropout, calls=calls, ownership="private" if len(calls) == dropout.sites else "shared")
+
+
+def _give_each_sum_one_block(found: dict[str, Surroundings | None]) -> None:
+    """Of two layers whose sum an activation reads, the first summand is the block, the other one its skip."""
+    owners: dict[int, str] = {}
+    for name, one in found.items():
+        if one is not None and one.skip is not None and (one.skip.call not in owners or one.skip.operand > 0):
+            owners[one.skip.call] = name
+    for name, one in found.items():
+        if one is not None and one.skip is not None and owners[one.skip.call] != name:
+            found[name] = one.without_activation(f"it is the skip of {owners[one.skip.call]!r}")
 
 
 def _loose(graph: Graph, parameter: str, owner: nn.Module, use: _Uses) -> Block:
@@ -178,20 +190,6 @@ def _finished(block: Block) -> Block:
         kinds.discard("coordinate")
         reasons.append(f"the activation {block.prior.name!r} never is zero: not for coordinate solvers")
     return dataclasses.replace(block, reasons=tuple(reasons), convertible=frozenset(kinds))
-
-
-def _one_block_per_sum(blocks: list[Block]) -> list[Block]:
-    """Of two layers whose sum an activation reads, the first summand is the block, the other one its skip."""
-    owners: dict[int, Block] = {}
-    for block in blocks:
-        if block.skip is not None and (block.skip.call not in owners or block.skip.operand > 0):
-            owners[block.skip.call] = block
-    return [
-        block
-        if block.skip is None or owners[block.skip.call] is block
-        else _finished(without_activation(block, f"it is the skip of {owners[block.skip.call].name!r}"))
-        for block in blocks
-    ]
 
 
 def without_activation(block: Block, why: str) -> Block:

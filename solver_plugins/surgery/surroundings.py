@@ -34,6 +34,17 @@ class Surroundings:
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    def without_activation(self, why: str) -> "Surroundings":
+        """Returns the surroundings that end with the layer."""
+        before = self.dropout if self.dropout is not None and not self.dropout.after else None
+        return Surroundings(
+            self.call,
+            pattern="linear" if before is None else "dropout-linear",
+            dropout=before,
+            is_last=self.is_last,
+            notes=[*self.notes, why],
+        )
+
     def signature(self) -> tuple[Any, ...]:
         """What two calls of one layer must have in common to be one block."""
         names = [getattr(part, "name", None) for part in (self.dropout, self.norm, self.activation)]
@@ -105,7 +116,10 @@ def _activation_at(graph: Graph, step: Step) -> _Found | None:
         part = ActivationPart(composite.label, None, None, None, (), {}, "functional", 1, composite.calls)
         return _Found(part, None, composite.reason)
     call = step.call
-    if graph.kind(call) != "activation":
+    # A value may also be read as a bound of a clamp.
+    if graph.kind(call) != "activation" or any(
+        a.position not in (0, "input") for a in call.inputs if a.value == step.value
+    ):
         return None
     if call.module is not None:
         sites = graph.record.call_counts.get(call.name, 1)
@@ -116,7 +130,7 @@ def _activation_at(graph: Graph, step: Step) -> _Found | None:
         prior, reason = _prior_of(call.module)
     else:
         args = call.args[1:] if call.args and isinstance(call.args[0], Ref) else call.args
-        kwargs = {key: value for key, value in call.kwargs.items() if not isinstance(value, Ref)}
+        kwargs = {key: value for key, value in call.kwargs.items() if key != "input"}
         label = call.name.rstrip("_")
         part = ActivationPart(label, None, None, call.function, args, kwargs, "functional", 1, (call.index,))
         prior, reason = _prior_of(call.function, *args, **kwargs)

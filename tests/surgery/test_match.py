@@ -111,6 +111,7 @@ def test_functional_activations_with_their_arguments() -> None:
     assert fc(lambda self, x: self.fc(x).clamp(min=0)).prior == HardtanhPrior(0, float("inf"))
     assert fc(lambda self, x: self.fc(x).relu_()).pattern == "linear-act"
     assert fc(lambda self, x: self.fc(x).clamp(min=x)).prior is None
+    assert fc(lambda self, x: torch.clamp(x, min=self.fc(x))).pattern == "linear"
 
 
 def test_an_activation_along_an_axis_needs_that_axis() -> None:
@@ -245,7 +246,7 @@ def test_in_place_residual_does_not_confuse_the_readers() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         y = self.fc(x)
         y += x
-        return self.act(y) + y
+        return self.act(y) + y.mean()
 
     # The sum has two readers, so there is no activation after the skip.
     assert fc(forward, act=nn.ReLU()).pattern == "linear"
