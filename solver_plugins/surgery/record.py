@@ -15,10 +15,11 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
+from solver_plugins.surgery.calls import Argument, Call, Ref, Value
 from solver_plugins.surgery.clone import clone, shorten_recurrence, to_meta, to_own
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import Inputs, candidate_inputs, read_inputs
-from solver_plugins.surgery.trace import Argument, Call, Ref, Tracer, Value
+from solver_plugins.surgery.trace import Tracer
 
 __all__ = ["Argument", "Call", "Record", "Ref", "Value", "record"]
 

@@ -1,0 +1,87 @@
+"""The plain data of a record: values, and the calls between them."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+ValueKind = Literal["input", "parameter", "buffer", "constant", "computed"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands for a tensor among the arguments of a call."""
+
+    value: int
+
+
+@dataclass(frozen=True)
+class Argument:
+    """A tensor that a call reads.
+
+    Attributes:
+        value: The value's id.
+        position: Index or keyword of the argument that is or contains it.
+    """
+
+    value: int
+    position: int | str
+
+
+@dataclass
+class Value:
+    """A tensor at one moment: after an in-place operation the same tensor is another value.
+
+    Attributes:
+        id: Its place in :attr:`Record.values`.
+        kind: Where it comes from.
+        shape: Its shape.
+        dtype: Its dtype.
+        producer: Index of the call that computed it; None for what the forward pass found or created from nothing.
+        consumers: Indices of the calls that read it, in order; a call that reads it twice is listed twice.
+        is_output: Whether the model returns it.
+        parameters: Names of the Parameters that it is or is computed from, if from nothing else.
+    """
+
+    id: int
+    kind: ValueKind
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    producer: int | None = None
+    consumers: list[int] = field(default_factory=list)
+    is_output: bool = False
+    parameters: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One step of the forward pass.
+
+    Attributes:
+        index: Its place in :attr:`Record.calls`.
+        kind: "module" for a module whose inside is not looked at, "function" for a function called outside of those.
+        name: The module's qualified name, or the function's bare name.
+        module: The module (of the model itself, never of a copy), or None.
+        function: The function as torch knows it, or None. It is None, too, for the name "written_through_view": a write
+            that reached a tensor through another one that shares its memory.
+        scope: Name of the innermost module around the call that is not itself a step.
+        args: Positional arguments, with :class:`Ref` in place of tensors.
+        kwargs: Keyword arguments, likewise.
+        inputs: The tensors read.
+        outputs: Ids of the values written, those changed in place included.
+        parameters: Names of the Parameters read by a function, directly or through a computation from them alone.
+    """
+
+    index: int
+    kind: Literal["module", "function"]
+    name: str
+    module: nn.Module | None
+    function: Callable[..., Any] | None
+    scope: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: tuple[Argument, ...]
+    outputs: tuple[int, ...]
+    parameters: tuple[str, ...]
