@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning, warn
-from solver_plugins.operators import Geometry, lipschitz_from_kernel, power_step, start_vectors
+from solver_plugins.operators import Geometry, lipschitz_from_kernel, power_step, power_steps, start_vectors
 from solver_plugins.solvers import working_dtype
 
 WARM_UP = 40
@@ -57,9 +57,7 @@ class TrackedStep(nn.Module):
     def _current_L(self, kernel: Tensor) -> Tensor:
         """Returns the constant for this forward; in training the buffers follow the weights, too."""
         kernel = kernel.detach()
-        first, vectors = power_step(kernel, self.geometry, self.power_vectors)
-        second, vectors = power_step(kernel, self.geometry, vectors)
-        third, _ = power_step(kernel, self.geometry, vectors)
+        (first, second, third), (_, vectors, _) = power_steps(kernel, self.geometry, self.power_vectors, 3)
         gain = (third / second.clamp_min(torch.finfo(third.dtype).tiny)).clamp(1.0, 2.0)
         estimate = third * gain.square() * self.power_ratio.clamp_min(1.0)
         moved = (first != self.power_quotient) & torch.isfinite(estimate)
@@ -81,10 +79,9 @@ class TrackedStep(nn.Module):
         kernel = self._kernel().detach()
         constant = lipschitz_from_kernel(kernel, self.geometry, method=method, tolerance=tolerance)
         # From the same start each time: what a block computes depends on its weights, not on their history.
-        vectors = start_vectors(kernel, self.geometry)
-        for _ in range(WARM_UP - 1):
-            vectors = power_step(kernel, self.geometry, vectors)[1]
-        quotient, _ = power_step(kernel, self.geometry, vectors)
+        quotients, steps = power_steps(kernel, self.geometry, start_vectors(kernel, self.geometry), WARM_UP)
+        # The vectors one step back: the next step from them gives this quotient again, unless the weights have moved.
+        quotient, vectors = quotients[-1], steps[-2]
         ratio = torch.where(quotient > 0, constant / quotient.clamp_min(torch.finfo(constant.dtype).tiny), 1.0)
         return {
             "L": constant,

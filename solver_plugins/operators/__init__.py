@@ -16,7 +16,7 @@ from solver_plugins.operators.sampling import (
     tau_of,
     uniform,
 )
-from solver_plugins.operators.tracking import power_step, start_vectors
+from solver_plugins.operators.tracking import power_step, power_steps, start_vectors
 
 __all__ = [
     "ConvMap",
@@ -35,6 +35,7 @@ __all__ = [
     "operator_for",
     "operator_from_kernel",
     "power_step",
+    "power_steps",
     "read_layer",
     "reader_for",
     "register_layer",

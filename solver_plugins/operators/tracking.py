@@ -1,9 +1,11 @@
-"""Follows the Lipschitz constant between certified refreshes: one power step per training step, warm-started.
+"""Follows the Lipschitz constant between certified refreshes: a few warm power steps per training step.
 
 The iteration runs on the symbol of the kernel at a few fixed frequencies, so that its state is small and does not
 depend on the input size. It is a *lower* bound on the supremum: use the ratio to the estimate at the last certified
 refresh, or multiply by a margin. Cosine and sine parts are kept apart: no complex dtypes, which compilers do not like.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,50 +37,101 @@ def start_vectors(kernel: Tensor, geometry: Geometry) -> Tensor:
 def power_step(
     kernel: Tensor, geometry: Geometry, vectors: Tensor, diagonal: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Takes one power step ``v <- P P^H v / |P P^H v|`` at every frequency.
+    """Takes one power step ``v <- P P^H v / |P P^H v|`` at every frequency; see :func:`power_steps`."""
+    quotients, steps = power_steps(kernel, geometry, vectors, 1, diagonal)
+    return quotients[0], steps[0]
+
+
+@torch.no_grad()
+def power_steps(
+    kernel: Tensor, geometry: Geometry, vectors: Tensor, count: int, diagonal: Tensor | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Takes ``count`` power steps ``v <- P P^H v / |P P^H v|`` at every frequency.
 
     Args:
         kernel: ``[n2, n1/groups, *k]``.
         geometry: Stride, dilation and groups matter; padding does not.
-        vectors: From :func:`start_vectors` or the last step.
+        vectors: From :func:`start_vectors` or an earlier step.
+        count: How many steps.
         diagonal: Follows ``diag(d) A`` instead.
 
     Returns:
-        The largest ``|P P^H v| / |v|`` as a 0-d tensor, a lower bound on the supremum, and the new vectors. Weights of
-        zero give an estimate of zero and leave the vectors as they are.
+        For each step the largest ``|P P^H v| / |v|`` as a 0-d tensor, a lower bound on the supremum that never falls
+        from step to step, and the new vectors. Weights of zero give zero and leave the vectors as they are.
     """
+    quotients, results = [], []
     with autocast_off(kernel.device):
-        weight = scaled_kernel(kernel, diagonal, vectors.dtype)
+        symbol = _Symbol.of(scaled_kernel(kernel, diagonal, vectors.dtype), geometry)
+        v = vectors.to(symbol.flat.dtype)
+        for _ in range(count):
+            quotient, v = symbol.step(v)
+            quotients.append(quotient)
+            results.append(v)
+    return quotients, results
+
+
+@dataclass(frozen=True)
+class _Symbol:
+    """The polyphase symbol at the grid's frequencies, as the plain kernel and the phases of its taps.
+
+    Attributes:
+        flat: The polyphase kernel, ``[groups, rows, columns * taps]``.
+        cos: Of ``w . tap``, ``[F, 1, 1, taps]``, or None for a plain matrix, whose vectors are real.
+        sin: Likewise.
+        taps: How many taps a column has.
+    """
+
+    flat: Tensor
+    cos: Tensor | None
+    sin: Tensor | None
+    taps: int
+
+    @classmethod
+    def of(cls, weight: Tensor, geometry: Geometry) -> "_Symbol":
+        if geometry.dims == 0:
+            return cls(weight.unsqueeze(0), None, None, 1)
         blocks = polyphase(weight, geometry.reduced_stride(), geometry.groups)
-        groups, rows, columns = blocks.shape[:3]
-        lengths = blocks.shape[3:]
-        blocks = blocks.flatten(3) if len(lengths) else blocks.unsqueeze(-1)
-        points = frequencies(_grid(kernel, geometry), weight.device, weight.dtype)
-        angles = points @ tap_positions(lengths, weight.device).to(weight.dtype).T
+        points = frequencies(_grid(weight, geometry), weight.device, weight.dtype)
+        angles = points @ tap_positions(blocks.shape[3:], weight.device).to(weight.dtype).T
         cos, sin = angles.cos()[:, None, None, :], angles.sin()[:, None, None, :]
+        return cls(blocks.reshape(*blocks.shape[:2], -1), cos, sin, angles.shape[1])
 
-        v = vectors.to(weight.dtype)
-        count = v.shape[0]
-        # W_t^T v for all taps and frequencies is one product with the plain kernel; phases are applied to its result.
-        flat = blocks.reshape(groups, rows, -1)
-        sides = v.permute(1, 0, 3, 2).reshape(groups, count * 2, rows)
-        taps = (sides @ flat).reshape(groups, count, 2, columns, -1).permute(2, 1, 0, 3, 4)
-        real = (taps[0] * cos - taps[1] * sin).sum(-1)
-        imaginary = (taps[0] * sin + taps[1] * cos).sum(-1)
+    def step(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the largest quotient and the new vectors."""
+        down, back = self._adjoint(v)
         # P^H v is scaled to length one, so that weights far from one neither overflow nor vanish.
-        down = torch.sqrt(real.square().sum(-1) + imaginary.square().sum(-1))[..., None]
-        safe = torch.where(down > 0, down, torch.ones_like(down))
-        real, imaginary = (real / safe)[..., None], (imaginary / safe)[..., None]
-        taps = torch.stack([real * cos + imaginary * sin, imaginary * cos - real * sin])
-        sides = taps.permute(2, 1, 0, 3, 4).reshape(groups, count * 2, -1)
-        new = (sides @ flat.mT).reshape(groups, count, 2, rows).permute(1, 0, 3, 2)
-
+        safe = torch.where(down > 0, down, 1.0)
+        new = self._apply(back / safe)
         up = torch.linalg.vector_norm(new, dim=(2, 3), keepdim=True)
         length = torch.linalg.vector_norm(v, dim=(2, 3), keepdim=True)
-        moved = up > 0
-        new = torch.where(moved, new / torch.where(moved, up, torch.ones_like(up)), v)
-        quotient = down[..., None] * up / torch.where(length > 0, length, torch.ones_like(length))
+        new = torch.where(up > 0, new / torch.where(up > 0, up, 1.0), v)
+        quotient = down * up / torch.where(length > 0, length, 1.0)
         return quotient.amax(), new
+
+    def _adjoint(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ``|P^H v|`` and ``P^H v``, ``[F, groups, columns, 2]``."""
+        count, groups, rows, _ = v.shape
+        if self.cos is None or self.sin is None:
+            back = (v[0, :, :, :1].mT @ self.flat).mT.unsqueeze(0)
+            back = torch.cat([back, torch.zeros_like(back)], -1)
+        else:
+            # W_t^T v for all taps and frequencies is one product with the plain kernel; the phases come after it.
+            sides = v.permute(1, 0, 3, 2).reshape(groups, count * 2, rows)
+            taps = (sides @ self.flat).reshape(groups, count, 2, -1, self.taps).permute(2, 1, 0, 3, 4)
+            real = (taps[0] * self.cos - taps[1] * self.sin).sum(-1)
+            back = torch.stack([real, (taps[0] * self.sin + taps[1] * self.cos).sum(-1)], -1)
+        return torch.linalg.vector_norm(back, dim=(2, 3), keepdim=True), back
+
+    def _apply(self, u: Tensor) -> Tensor:
+        """Returns ``P u``, ``[F, groups, rows, 2]``."""
+        count, groups = u.shape[:2]
+        if self.cos is None or self.sin is None:
+            up = (self.flat @ u[0, :, :, :1]).unsqueeze(0)
+            return torch.cat([up, torch.zeros_like(up)], -1)
+        real, imaginary = u[..., :1], u[..., 1:]
+        taps = torch.stack([real * self.cos + imaginary * self.sin, imaginary * self.cos - real * self.sin])
+        sides = taps.permute(2, 1, 0, 3, 4).reshape(groups, count * 2, -1)
+        return (sides @ self.flat.mT).reshape(groups, count, 2, -1).permute(1, 0, 3, 2)
 
 
 def _grid(kernel: Tensor, geometry: Geometry) -> tuple[int, ...]:
