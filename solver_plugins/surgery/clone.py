@@ -59,9 +59,8 @@ def clone(model: nn.Module, replace: Replace) -> tuple[nn.Module, dict[nn.Module
     memo: dict[int, Any] = {}
     pairs: list[tuple[nn.Module, nn.Module]] = []
     for module in model.modules():
-        # A scripted module lives in C++; it is shared.
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        made = module if scripted else type(module).__new__(type(module))
+        # A scripted module lives in C++; it is shared. A traced graph's own __new__ would make another class.
+        made = module if isinstance(module, torch.jit.ScriptModule) else object.__new__(type(module))
         memo[id(module)] = made
         pairs.append((module, made))
     for module in model.modules():

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from torch import nn
 
 from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery.match import without_activation
 from solver_plugins.surgery.parts import PATTERNS, Block, Pattern, Sampling
 from solver_plugins.surgery.targets import Targets, read_targets
@@ -87,7 +88,7 @@ def select(
 
     Args:
         blocks: What :func:`~solver_plugins.surgery.match.match` found.
-        solver: A solver or its class, or what it draws: "nothing", "inputs" or "outputs".
+        solver: A solver, its class or its registered name, or what it draws: "nothing", "inputs" or "outputs".
         pattern: None for the solver's default patterns, "strict" for the paper's block alone, "all", or a list of
             patterns.
         p: A rate for a solver that samples: blocks without a dropout are converted, too, and all use this rate.
@@ -100,6 +101,7 @@ def select(
         model: The model; with it, a target that matches nothing is told what it met instead.
 
     Raises:
+        UnknownNameError: For an unknown solver.
         OptionError: For an unknown pattern or option.
         TargetError: If a target converts nothing, with the reason for each layer that it met, or an exclusion meets
             nothing.
@@ -130,6 +132,8 @@ def select(
 
 
 def _kind_of(solver: Any) -> Sampling:
+    if isinstance(solver, str) and solver not in _KINDS:
+        solver = SOLVERS.get(solver)
     samples = solver if isinstance(solver, str) else getattr(solver, "samples", None)
     if samples not in _KINDS:
         raise OptionError(

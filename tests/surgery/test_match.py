@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers.norm_act import FrozenBatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -240,6 +241,17 @@ def test_parametrised_layers_and_norms_that_hold_their_activation() -> None:
     layer = parametrizations.weight_norm(nn.Linear(4, 4))
     block = fc(lambda self, x: torch.relu(self.fc(x)), fc=layer)
     assert block.pattern == "linear-act" and len(block.convertible) == 3
+
+
+def test_frozen_norms_are_folded_with_running_statistics() -> None:
+    parts = {"norm": FrozenBatchNormAct2d(4), "plain": FrozenBatchNormAct2d(4, apply_act=False), "act": nn.ReLU()}
+    parts |= {"fc": nn.Conv2d(4, 4, 1), "two": nn.Conv2d(4, 4, 1)}
+    found = blocks(
+        lambda self, x: self.act(self.plain(self.two(self.norm(self.fc(x))))), torch.rand(2, 4, 3, 3), **parts
+    )
+    for block, holds in zip(found.values(), (True, False), strict=True):
+        assert block.pattern == "linear-norm-act" and block.norm is not None
+        assert (block.norm.statistics, block.norm.holds_activation) == ("running", holds)
 
 
 def test_in_place_residual_does_not_confuse_the_readers() -> None:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+import torch.fx
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -269,6 +270,22 @@ def test_a_model_without_weights_yet() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 3), nn.ReLU())
     assert record(model).device == "meta"
+
+
+def test_gradient_checkpointing_changes_nothing() -> None:
+    vit = timm.create_model("test_vit")
+    before = names(record(vit))
+    vit.set_grad_checkpointing()
+    assert names(record(vit)) == before
+    bert = MODELS["bert"]()
+    before = names(record(bert))
+    bert.gradient_checkpointing_enable()  # type: ignore[operator]
+    assert names(record(bert)) == before
+
+
+def test_a_traced_graph_is_a_model() -> None:
+    traced = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    assert names(record(traced, torch.rand(2, 4))) == ["0", "1"]
 
 
 def test_a_deep_copy_and_its_record_agree() -> None:

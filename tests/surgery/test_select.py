@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, UnknownNameError
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery import Block, TargetError, match, record, select
 from tests.surgery.models import MODELS
@@ -162,7 +162,7 @@ def test_a_target_that_converts_nothing_says_why(
         ({"pattern": "linear-nrom-act"}, "Did you mean 'linear-norm-act'"),
         ({"p": 0.5}, "deterministic solver draws nothing"),
         ({"nonprox": "drop"}, "'keep' or 'skip'"),
-        ({"solver": "everything"}, "what it draws"),
+        ({"solver": nn.ReLU()}, "what it draws"),
         ({"solver": "inputs", "p": 1.0}, r"in \[0, 1\)"),
     ],
 )
@@ -171,7 +171,13 @@ def test_bad_options(net: tuple[Net, list[Block]], options: dict[str, Any], mess
         select(net[1], **{"solver": "nothing", **options})
 
 
-def test_the_issue_on_vgg16() -> None:
+def test_a_solver_by_name(net: tuple[Net, list[Block]]) -> None:
+    assert chosen(net[1], "rcd") == chosen(net[1], SOLVERS.get("rcd")) == chosen(net[1], "outputs")
+    with pytest.raises(UnknownNameError, match="Did you mean 'proxsg' or 'proxgd'"):
+        select(net[1], "proxdg")
+
+
+def test_vgg16_by_default() -> None:
     model = timm.create_model("vgg16", drop_rate=0.5)
     selection = select(match(record(model), model), SOLVERS.get("proxsg"))
     assert [(one.block.name, one.block.pattern, one.p) for one in selection.chosen] == [
