@@ -16,6 +16,7 @@ _LOOKS_ONLY = frozenset(
 """Functions that read the shape, dtype and device of a tensor, not its numbers."""
 _CHOICES = frozenset({"__getitem__", "select", "index_select", "gather", "mean"})
 """How a classifier of sequences goes from one output per token to one per sequence."""
+_SCALINGS = frozenset({"div", "truediv", "__truediv__", "mul", "__mul__", "__rmul__"})
 _AS = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "to"})
 """Functions that read only those of their second tensor."""
 
@@ -98,14 +99,23 @@ class Graph:
             value, reshaped = readers[0].outputs[0], reshaped or _moves(readers[0])
 
     def reaches_output(self, value: int) -> bool:
-        """Whether a value is returned by the model, perhaps reshaped, or after a choice or mean of its rows."""
+        """Whether a value is returned by the model: perhaps reshaped, chosen from, or averaged with other heads'."""
         while True:
             step = self.follow(value)
             if step.is_output:
                 return True
-            if step.call is None or step.call.name not in _CHOICES or not step.call.outputs:
+            if step.call is None or not step.call.outputs or not self._reads_out(step.call):
                 return False
             value = step.call.outputs[0]
+
+    def _reads_out(self, call: Call) -> bool:
+        if call.name in _CHOICES or (call.name in _SCALINGS and len(call.inputs) == 1):
+            return True
+        if self.kind(call) != "add" and call.name != "stack":
+            return False
+        # The sum of two classifiers; a residual sum has something else on its other side.
+        sources = [self.back(argument.value)[0] for argument in call.inputs]
+        return all(source is not None and self.kind(source) == "linear" for source in sources)
 
     def back(self, value: int) -> tuple[Call | None, int]:
         """Goes back from a value over shape operations to the first call that is none.

@@ -268,3 +268,6 @@ def test_shapes_and_last() -> None:
     found = blocks(lambda self, x: self.head(torch.relu(self.fc(x)))[:, 0], head=nn.Linear(4, 3))
     assert (found["fc"].input_shape, found["fc"].output_shape, found["fc"].is_last) == ((2, 4), (2, 4), False)
     assert found["head"].is_last and found["head"].output_shape == (2, 3)
+    two = blocks(lambda self, x: (self.fc(x) + self.head(x)) / 2, head=nn.Linear(4, 4))
+    assert two["fc"].is_last and two["head"].is_last
+    assert not fc(lambda self, x: self.fc(x) + x).is_last
