@@ -21,6 +21,7 @@ from solver_plugins.blocks import (
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
 from solver_plugins.registry import list_solvers, register_solver, solver_info
+from solver_plugins.surgery import convert_model, revert_model
 
 try:
     __version__ = version("solver-plugins")
@@ -33,6 +34,7 @@ __all__ = [
     "SolverConv2d",
     "SolverConv3d",
     "SolverLinear",
+    "convert_model",
     "declare_activation",
     "lipschitz_constant",
     "list_priors",
@@ -40,6 +42,7 @@ __all__ = [
     "prox_for",
     "refresh_steps",
     "register_solver",
+    "revert_model",
     "solver_conv1d",
     "solver_conv2d",
     "solver_conv3d",

@@ -1,13 +1,13 @@
 """The shell that turns a layer into a solver block without ceasing to be that layer."""
 
 import copy
-import types
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from solver_plugins.blocks.made import made_class, take_off
 from solver_plugins.blocks.run import (
     Activation,
     OutputKind,
@@ -18,11 +18,14 @@ from solver_plugins.blocks.run import (
 )
 from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
 from solver_plugins.errors import UnsupportedLayerError
-from solver_plugins.operators import Geometry, LinearOperator, operator_from_kernel, reader_for
+from solver_plugins.operators import Geometry, LinearOperator, operator_from_kernel, read_layer, reader_for
 from solver_plugins.prox import prox_for
 from solver_plugins.solvers import Diagnostics, Solver
 
 RESERVED = {*STEP_BUFFERS, "residual", "geometry", "solver", "prior", "output", "activation"}
+
+
+_NAMED: dict[type[nn.Module], "type[SolverBlock]"] = {}
 
 
 class SolverBlock(TrackedStep):
@@ -36,7 +39,6 @@ class SolverBlock(TrackedStep):
     Step sizes keep themselves up to date; see :mod:`solver_plugins.blocks.stepsize`.
     """
 
-    layer_class: ClassVar[type[nn.Module]]
     kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
 
     weight: Tensor
@@ -49,9 +51,20 @@ class SolverBlock(TrackedStep):
         """Declares the plain class that a block class stands for, and how its weights are read."""
         super().__init_subclass__(**keywords)
         if layer_class is not None:
-            cls.layer_class = layer_class
+            cls.plain_class = layer_class
             cls.kernel_reader = staticmethod(reader_for(layer_class))
-            _BLOCK_CLASSES[layer_class] = cls
+            _NAMED[layer_class] = cls
+
+    @classmethod
+    def class_for(cls, plain: type[nn.Module]) -> "type[SolverBlock]":
+        """Returns the class of the block that a layer of this class becomes: always a subclass of it.
+
+        torch's own layers have named classes; for a subclass of them, or another library's layer, one is made.
+        """
+        if plain in _NAMED:
+            return _NAMED[plain]
+        shell = next((_NAMED[base] for base in plain.__mro__ if base in _NAMED), SolverBlock)
+        return made_class(shell, plain, "Solver", kernel_reader=staticmethod(reader_for(plain)))
 
     @classmethod
     def from_layer(
@@ -74,32 +87,7 @@ class SolverBlock(TrackedStep):
             output: "argument" of the activation (default), or its "value".
             **options: Options of the solver (``p``, ``lam``, ``formulation``, ...); an unknown one raises.
         """
-        if isinstance(layer, SolverBlock):
-            raise UnsupportedLayerError(
-                f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
-            )
-        if "forward" in vars(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
-            raise UnsupportedLayerError(
-                f"This {type(layer).__name__} carries a forward of its own on the instance, which would hide the "
-                f"solver: "
-                "an accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
-                "layer.compile() (make the block from a plain layer, then compile the block)."
-            )
-        taken = sorted(RESERVED & (vars(layer).keys() | layer._buffers.keys() | layer._modules.keys()))
-        if taken:
-            raise UnsupportedLayerError(
-                f"A solver block needs the names {', '.join(sorted(RESERVED))} for itself; this {type(layer).__name__} "
-                f"has {', '.join(taken)}."
-            )
-        parametrized = parametrize.is_parametrized(layer)
-        made = block_class(type(layer).__bases__[0] if parametrized else type(layer))
-        if not issubclass(made, cls):
-            raise UnsupportedLayerError(
-                f"{cls.__name__} is made from a layer of its own kind; found {type(layer).__name__}."
-            )
-        if parametrized:
-            # torch reads a parametrised weight through properties of a class made for this one layer.
-            made = type(f"Parametrized{made.__name__}", (made,), dict(vars(type(layer))))
+        made = _class_for(layer, cls)
         block: Any = made.__new__(made)
         nn.Module.__init__(block)
         for name, value in vars(layer).items():
@@ -111,12 +99,9 @@ class SolverBlock(TrackedStep):
     def _set_up(self, activation: Activation, solver: Solver, output: OutputKind) -> None:
         prior = prox_for(activation)
         kernel, geometry = type(self).kernel_reader(self)
-        self.geometry = geometry
-        in_features = kernel.shape[1] * geometry.groups
-        check_combination(solver, prior, output, kernel.shape[0], in_features, geometry)
+        check_combination(solver, prior, output, kernel.shape[0], kernel.shape[1] * geometry.groups, geometry)
         check_rank(solver, prior, kernel)
-        self.solver, self.output = solver, output
-        self.prior = prior
+        self.geometry, self.solver, self.prior, self.output = geometry, solver, prior, output
         if output == "value" and isinstance(activation, nn.Module):
             # The block applies it, so the block owns it: its parameters train, move and save with the block.
             self.activation = activation
@@ -167,7 +152,7 @@ class SolverBlock(TrackedStep):
             input,
             self.bias,
             lambda: super(SolverBlock, self).forward(input),
-            self._current_L(kernel),
+            self._current_L(kernel) if self.solver.needs_constant else self.L,
             residual=self.residual if self.solver.implicit else None,
             output=self.output,
             training=self.training,
@@ -180,34 +165,63 @@ class SolverBlock(TrackedStep):
         return f"{super().extra_repr()}, activation={self.prior!r}, output={self.output!r}, solver={self.solver!r}"
 
 
-_BLOCK_CLASSES: dict[type[nn.Module], type[SolverBlock]] = {}
+def install_block(
+    layer: nn.Module, activation: Activation, solver: Solver, output: OutputKind = "argument"
+) -> SolverBlock:
+    """Turns a layer into a block where it stands: the object stays, only its class changes, so every reference holds.
 
-
-def block_class(layer_class: type[nn.Module]) -> type[SolverBlock]:
-    """Returns the class of the block that a layer of ``layer_class`` becomes: always a subclass of ``layer_class``.
-
-    torch's own layers have named classes; one for a subclass of them, or for another library's layer, is made once.
+    Raises:
+        SolverPluginsError: If it cannot be one; the layer is as it was then.
     """
-    known = _BLOCK_CLASSES.get(layer_class)
-    if known is not None:
-        return known
-    named = (_BLOCK_CLASSES[base] for base in layer_class.__mro__ if base in _BLOCK_CLASSES)
-
-    def reduce(self: SolverBlock, protocol: Any) -> tuple[Any, ...]:
-        # A made class has no importable name; pickle and deepcopy make it again from the layer's.
-        return _blank_block, (layer_class,), self.__getstate__()
-
-    members = {
-        "__doc__": f"``{layer_class.__name__}`` as a solver block.",
-        "__module__": __name__,
-        "__reduce_ex__": reduce,
-    }
-    bases = (next(named, SolverBlock), layer_class)
-    return types.new_class(
-        f"Solver{layer_class.__name__}", bases, {"layer_class": layer_class}, lambda body: body.update(members)
-    )
+    made = _class_for(layer, SolverBlock)
+    layer.__class__ = made
+    block: SolverBlock = layer  # type: ignore[assignment]
+    try:
+        block._set_up(activation, solver, output)
+    except BaseException:
+        remove_block(block)
+        raise
+    return block
 
 
-def _blank_block(layer_class: type[nn.Module]) -> SolverBlock:
-    made = block_class(layer_class)
-    return made.__new__(made)
+def remove_block(block: SolverBlock) -> nn.Module:
+    """Turns an installed block into its plain layer again, where it stands."""
+    for name in RESERVED:
+        if hasattr(block, name):
+            delattr(block, name)
+    block._forget_step()
+    return take_off(block)
+
+
+def _class_for(layer: nn.Module, kind: type[SolverBlock]) -> type[SolverBlock]:
+    """Returns the class that turns a layer into a block of this kind, after all checks that need only the layer."""
+    if not isinstance(layer, nn.Module):
+        raise UnsupportedLayerError(f"Expected a layer (a torch.nn.Module); found {type(layer).__name__}.")
+    if isinstance(layer, SolverBlock):
+        raise UnsupportedLayerError(
+            f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
+        )
+    if "forward" in vars(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
+        raise UnsupportedLayerError(
+            f"This {type(layer).__name__} has a forward of its own on the instance, which would hide the solver: an "
+            "accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
+            "layer.compile() (make the block from a plain layer, then compile the block)."
+        )
+    taken = sorted(RESERVED & (vars(layer).keys() | layer._buffers.keys() | layer._modules.keys()))
+    if taken:
+        raise UnsupportedLayerError(
+            f"A solver block needs the names {', '.join(sorted(RESERVED))} for itself; this {type(layer).__name__} "
+            f"has {', '.join(taken)}."
+        )
+    parametrized = parametrize.is_parametrized(layer)
+    made = SolverBlock.class_for(type(layer).__bases__[0] if parametrized else type(layer))
+    if not issubclass(made, kind):
+        raise UnsupportedLayerError(
+            f"{kind.__name__} is made from a layer of its own kind; found {type(layer).__name__}."
+        )
+    read_layer(layer)
+    if parametrized:
+        # torch reads a parametrised weight through properties of a class made for this one layer.
+        members = {**vars(type(layer)), "plain_class": type(layer)}
+        made = type(f"Parametrized{made.__name__}", (made,), members)
+    return made

@@ -139,10 +139,15 @@ def solve_layer(
     if bias is not None and bias.shape != (operator.out_features,):
         raise ShapeError(f"Expected a bias of shape ({operator.out_features},); found {tuple(bias.shape)}.")
     check_rank(made, prior, kernel)
-    if isinstance(lipschitz, (int, float)) and not 0 <= lipschitz < math.inf:
-        raise OptionError(f"Expected a finite lipschitz constant of at least 0; found {lipschitz}.")
     if isinstance(lipschitz, Tensor) and lipschitz.dim() != 0:
         raise ShapeError(f"Expected lipschitz to be a number or a 0-d tensor; found shape {tuple(lipschitz.shape)}.")
+    if isinstance(lipschitz, Tensor):
+        # A number on an accelerator is not looked at: that would stall it.
+        wrong = lipschitz.device.type == "cpu" and not torch.compiler.is_compiling() and not 0 <= lipschitz < math.inf
+    else:
+        wrong = lipschitz is not None and not (isinstance(lipschitz, (int, float)) and 0 < lipschitz < math.inf)
+    if wrong:
+        raise OptionError(f"Expected a positive, finite lipschitz constant; found {lipschitz!r}.")
     if lipschitz is None:
         lipschitz = lipschitz_from_kernel(kernel.detach(), geometry, diagonal=diagonal)
     constant = torch.as_tensor(lipschitz, dtype=working_dtype(kernel.dtype), device=kernel.device)

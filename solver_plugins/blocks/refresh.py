@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from solver_plugins.blocks.base import SolverBlock
+from solver_plugins.blocks.stepsize import TrackedStep
 from solver_plugins.errors import OptionError, SolverPluginsError
 
 
@@ -10,7 +10,7 @@ def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float
     """Recomputes the Lipschitz constant of every solver block, from the weights as they are now.
 
     Call it once per epoch for certified steps (as the paper does). Blocks also follow their weights by themselves in
-    training, so this is not needed for a solve to be stable.
+    training; see :mod:`solver_plugins.blocks.stepsize`.
 
     Args:
         module: A block, or a model that contains blocks.
@@ -24,7 +24,9 @@ def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float
         OptionError: If there is no block in the module, or the method is unknown.
         WeightError: If some weights are not finite, naming the block; no block is changed then.
     """
-    blocks = {name: block for name, block in module.named_modules() if isinstance(block, SolverBlock)}
+    if not isinstance(module, nn.Module):
+        raise OptionError(f"Expected a solver block or a model that contains one; found {type(module).__name__}.")
+    blocks = {name: block for name, block in module.named_modules() if isinstance(block, TrackedStep)}
     if not blocks:
         raise OptionError(
             f"Expected a solver block or a model that contains one; found {type(module).__name__} without any."

@@ -93,6 +93,8 @@ def output_dtype(weight: Tensor) -> torch.dtype:
 
 def check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) -> None:
     """Raises InputError or ShapeError for what the plain layer would not take, on every path of every solver."""
+    if not isinstance(input, Tensor):
+        raise InputError(f"Expected a tensor; found {type(input).__name__}.")
     weight = operator.weight
     autocast = torch.is_autocast_enabled(weight.device.type)
     if not input.is_floating_point() or (input.dtype != weight.dtype and not autocast):
@@ -114,6 +116,8 @@ def run_block(
     lipschitz: Tensor,
     *,
     skip: Tensor | None = None,
+    additive: Tensor | None = None,
+    dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
     output: str = "argument",
     training: bool = True,
@@ -131,6 +135,8 @@ def run_block(
         layer: Computes ``A u + b`` (without the skip) as the plain layer does, bit for bit.
         lipschitz: ``lambda_max(A A^T)``, a 0-d tensor that is a constant for the backward pass.
         skip: Joins the bias (appendix J).
+        additive: All that is added to ``A u``, where bias and skip are not known apart; ``layer`` includes it.
+        dtype: Of the result; by default that of the plain layer's output.
         residual: A 0-d buffer that receives the residual of an implicit solve.
         output: The "argument" of the activation, or its "value".
         training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
@@ -139,9 +145,18 @@ def run_block(
     """
     sampling = solver.samples != "nothing" and (training or solver.samples_in_evaluation)
     check_input(input, operator, skip)
-    dtype = output_dtype(operator.weight)
-    working = working_dtype(dtype)
-    additive = None if bias is None else operator.per_feature(bias).to(working)
+    if not prior.separable:
+        dim = getattr(prior, "dim", operator.feature_dim)
+        if dim - input.dim() * (dim >= 0) != operator.feature_dim:
+            raise OptionError(
+                f"Expected the prior {prior.name!r} along the features, dimension {operator.feature_dim}; found {dim}, "
+                "which would couple independent problems."
+            )
+    products = output_dtype(operator.weight)
+    dtype = products if dtype is None else dtype
+    working = working_dtype(products)
+    if bias is not None:
+        additive = operator.per_feature(bias).to(working)
     if skip is not None:
         additive = skip.to(working) if additive is None else additive + skip
     problem = BlockProblem(
@@ -150,7 +165,7 @@ def run_block(
         bias=additive,
         layer=layer if skip is None else lambda: layer().to(working) + skip,
         dtype=working,
-        rounding=torch.finfo(dtype).eps,
+        rounding=torch.finfo(products).eps,
         prior=prior,
         smoothness=solver.smoothness(operator, lipschitz.detach().to(working)),
         lam=solver.config.lam,

@@ -83,6 +83,11 @@ def solve_implicit(
     # Everything that T depends on, except v itself, is live here. The value stays that of the solve itself, so that
     # training, evaluation and the unrolled mode agree to the last bit; only the derivative is that of T.
     v = solution.state.v
+    if not solver.stays_at_step:
+        # The state belongs to another step; one plain iteration leads to the fixed point that belongs to this one.
+        with torch.no_grad():
+            x = solution.value
+            v = problem.descend(x, problem.gradient(x), problem.step)
     x = problem.prior.prox(v, problem.step)
     image = problem.descend(x, problem.gradient(x), problem.step)
     system = AdjointSystem.at(_detached(problem), v)

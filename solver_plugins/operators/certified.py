@@ -64,8 +64,7 @@ def _supremum(kernel: Tensor, stride: Sequence[int], groups: int, tolerance: flo
             bound = torch.maximum(bound, torch.linalg.eigvalsh(matrices).amax())
         else:
             bound = _proved_bound(matrices, bound, min(slack, 2e-3) if gram.is_real else slack)
-    # Products of length c, sums over the taps and a decomposition of side m, all with errors relative to trace(G) <= m
-    # G.
+    # Products of length c, sums over the taps and a decomposition of side m: errors relative to trace(G) <= m |G|.
     depth = blocks[0].numel() // side + len(gram.lags) + side
     rounding = 8 * torch.finfo(kernel.dtype).eps * side * depth
     return bound * (factor * (1 + rounding))

@@ -62,7 +62,7 @@ def power_steps(
     quotients, results = [], []
     with autocast_off(kernel.device):
         symbol = _Symbol.of(scaled_kernel(kernel, diagonal, vectors.dtype), geometry)
-        v = vectors.to(symbol.flat.dtype)
+        v = vectors.to(symbol.cos.dtype)
         for _ in range(count):
             quotient, v = symbol.step(v)
             quotients.append(quotient)
@@ -72,69 +72,54 @@ def power_steps(
 
 @dataclass(frozen=True)
 class _Symbol:
-    """The polyphase symbol at the grid's frequencies, as the plain kernel and the phases of its taps.
+    """The polyphase symbol ``P = C - i S`` at the grid's frequencies, in real arithmetic.
 
     Attributes:
-        flat: The polyphase kernel, ``[groups, rows, columns * taps]``.
-        cos: Of ``w . tap``, ``[F, 1, 1, taps]``, or None for a plain matrix, whose vectors are real.
-        sin: Likewise.
-        taps: How many taps a column has.
+        cos: ``C``, ``[F, groups, rows, columns]``.
+        sin: ``S``; None for a plain matrix, whose symbol and vectors are real.
     """
 
-    flat: Tensor
-    cos: Tensor | None
+    cos: Tensor
     sin: Tensor | None
-    taps: int
 
     @classmethod
     def of(cls, weight: Tensor, geometry: Geometry) -> "_Symbol":
         if geometry.dims == 0:
-            return cls(weight.unsqueeze(0), None, None, 1)
+            return cls(weight[None, None], None)
         blocks = polyphase(weight, geometry.reduced_stride(), geometry.groups)
         points = frequencies(_grid(weight, geometry), weight.device, weight.dtype)
         angles = points @ tap_positions(blocks.shape[3:], weight.device).to(weight.dtype).T
-        cos, sin = angles.cos()[:, None, None, :], angles.sin()[:, None, None, :]
-        return cls(blocks.reshape(*blocks.shape[:2], -1), cos, sin, angles.shape[1])
+        # One product turns all taps into all frequencies; each step is then a product of matrix and vector.
+        taps = blocks.reshape(-1, angles.shape[1])
+        shape = (len(points), *blocks.shape[:3])
+        return cls((angles.cos() @ taps.T).reshape(shape), (angles.sin() @ taps.T).reshape(shape))
 
     def step(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the largest quotient and the new vectors."""
-        down, back = self._adjoint(v)
+        back = self._times(v, adjoint=True)
+        down = torch.linalg.vector_norm(back, dim=(2, 3), keepdim=True)
         # P^H v is scaled to length one, so that weights far from one neither overflow nor vanish.
-        safe = torch.where(down > 0, down, 1.0)
-        new = self._apply(back / safe)
+        new = self._times(back / torch.where(down > 0, down, 1.0), adjoint=False)
         up = torch.linalg.vector_norm(new, dim=(2, 3), keepdim=True)
         length = torch.linalg.vector_norm(v, dim=(2, 3), keepdim=True)
         new = torch.where(up > 0, new / torch.where(up > 0, up, 1.0), v)
         quotient = down * up / torch.where(length > 0, length, 1.0)
         return quotient.amax(), new
 
-    def _adjoint(self, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns ``|P^H v|`` and ``P^H v``, ``[F, groups, columns, 2]``."""
-        count, groups, rows, _ = v.shape
-        if self.cos is None or self.sin is None:
-            back = (v[0, :, :, :1].mT @ self.flat).mT.unsqueeze(0)
-            back = torch.cat([back, torch.zeros_like(back)], -1)
-        else:
-            # W_t^T v for all taps and frequencies is one product with the plain kernel; the phases come after it.
-            sides = v.permute(1, 0, 3, 2).reshape(groups, count * 2, rows)
-            taps = (sides @ self.flat).reshape(groups, count, 2, -1, self.taps).permute(2, 1, 0, 3, 4)
-            real = (taps[0] * self.cos - taps[1] * self.sin).sum(-1)
-            back = torch.stack([real, (taps[0] * self.sin + taps[1] * self.cos).sum(-1)], -1)
-        return torch.linalg.vector_norm(back, dim=(2, 3), keepdim=True), back
-
-    def _apply(self, u: Tensor) -> Tensor:
-        """Returns ``P u``, ``[F, groups, rows, 2]``."""
-        count, groups = u.shape[:2]
-        if self.cos is None or self.sin is None:
-            up = (self.flat @ u[0, :, :, :1]).unsqueeze(0)
-            return torch.cat([up, torch.zeros_like(up)], -1)
-        real, imaginary = u[..., :1], u[..., 1:]
-        taps = torch.stack([real * self.cos + imaginary * self.sin, imaginary * self.cos - real * self.sin])
-        sides = taps.permute(2, 1, 0, 3, 4).reshape(groups, count * 2, -1)
-        return (sides @ self.flat.mT).reshape(groups, count, 2, -1).permute(1, 0, 3, 2)
+    def _times(self, v: Tensor, adjoint: bool) -> Tensor:
+        """Returns ``P v`` or ``P^H v``; real and imaginary part stand in the last dimension."""
+        cos = self.cos.mT if adjoint else self.cos
+        straight = cos @ v
+        if self.sin is None:
+            return straight
+        sin = self.sin.mT if adjoint else self.sin
+        # -i S (a + ib) = S b - i S a; the adjoint has the other sign.
+        real, imaginary = (sin @ v.flip(-1)).unbind(-1)
+        turned = [-real, imaginary] if adjoint else [real, -imaginary]
+        return straight + torch.stack(turned, -1)
 
 
 def _grid(kernel: Tensor, geometry: Geometry) -> tuple[int, ...]:
-    """Returns how many frequencies are followed per dimension: 1, 4, or the polyphase length made even."""
+    """Returns how many frequencies are followed per dimension: 1, 4, or 8 for more than three taps."""
     lengths = [-(-taps // step) for taps, step in zip(kernel.shape[2:], geometry.reduced_stride(), strict=True)]
-    return tuple(1 if length == 1 else 4 if length <= 3 else length + length % 2 for length in lengths)
+    return tuple(1 if length == 1 else 4 if length <= 3 else 8 for length in lengths)

@@ -53,6 +53,7 @@ class Anderson(Solver):
     tags = ("deterministic", "accelerated")
     Config = AndersonConfig
     samples = "nothing"
+    stays_at_step = True
 
     def init(self, problem: BlockProblem) -> None:
         return None

@@ -121,6 +121,7 @@ class Solver(abc.ABC):
         tags: Words to filter by: "deterministic" or "sampling", and others.
         Config: The options' model.
         samples: What is drawn at random: nothing, input features, or output features.
+        stays_at_step: Every state's step is the problem's, so that its ``v`` is a fixed point at convergence.
         implicit: Whether gradients are those of the minimiser instead of the iterations.
         samples_in_evaluation: Whether evaluation is stochastic, too.
     """
@@ -129,6 +130,7 @@ class Solver(abc.ABC):
     tags: ClassVar[tuple[str, ...]]
     Config: ClassVar[type[SolverConfig]]
     samples: ClassVar[Literal["nothing", "inputs", "outputs"]]
+    stays_at_step: ClassVar[bool] = False
 
     def __init__(self, config: Any):
         self.config = config
@@ -155,6 +157,11 @@ class Solver(abc.ABC):
                 f"The prior {prior.name!r} is only known at the unit step, and formulation='paper' takes the step 1/L; "
                 "use formulation='normalized'."
             )
+
+    @property
+    def needs_constant(self) -> bool:
+        """Whether the solve uses ``L`` at all: one normalized iteration is the plain layer, whatever ``L`` is."""
+        return self.config.iters > 1 or self.config.formulation == "paper"
 
     def smoothness(self, operator: LinearOperator, lipschitz: Tensor) -> Tensor:
         """Returns the constant whose inverse is the step (see :mod:`solver_plugins.solvers.steps`)."""

@@ -39,6 +39,7 @@ class FISTA(Solver):
     tags = ("deterministic", "accelerated")
     Config = DeterministicConfig
     samples = "nothing"
+    stays_at_step = True
 
     def init(self, problem: BlockProblem) -> None:
         return None

@@ -18,6 +18,7 @@ class ProxGD(Solver):
     tags = ("deterministic",)
     Config = DeterministicConfig
     samples = "nothing"
+    stays_at_step = True
 
     def init(self, problem: BlockProblem) -> None:
         return None

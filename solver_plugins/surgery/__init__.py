@@ -1,6 +1,7 @@
 """From a model to its blocks: record a forward pass, match patterns, select what to convert."""
 
-from solver_plugins.surgery.errors import RecordError, TargetError
+from solver_plugins.surgery.convert import Plan, convert_model, plan_conversion, revert_model
+from solver_plugins.surgery.errors import ConversionError, RecordError, TargetError
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for
 from solver_plugins.surgery.match import match, without_activation
 from solver_plugins.surgery.parts import (
@@ -23,10 +24,12 @@ __all__ = [
     "Block",
     "Call",
     "Chosen",
+    "ConversionError",
     "DropoutPart",
     "Inputs",
     "NormPart",
     "Pattern",
+    "Plan",
     "Record",
     "RecordError",
     "Ref",
@@ -35,9 +38,12 @@ __all__ = [
     "SkipPart",
     "TargetError",
     "Value",
+    "convert_model",
     "example_inputs_for",
     "match",
+    "plan_conversion",
     "record",
+    "revert_model",
     "select",
     "without_activation",
 ]

@@ -9,3 +9,7 @@ class RecordError(SolverPluginsError, RuntimeError):
 
 class TargetError(SolverPluginsError, ValueError):
     """A target names nothing that can be converted."""
+
+
+class ConversionError(SolverPluginsError, ValueError):
+    """A model cannot be converted or reverted; it is as it was."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from solver_plugins import SolverBlock, SolverConv2d, SolverLinear, solver_conv2d, solver_linear
+from solver_plugins import SolverBlock, SolverConv2d, SolverLinear, refresh_steps, solver_conv2d, solver_linear
 from solver_plugins.errors import (
     InputError,
     NoMinimizerWarning,
@@ -122,13 +122,30 @@ def test_inputs_of_another_dtype(solver, training):
 
 def test_functional_constants_and_skips():
     u, weight = torch.randn(2, 4), torch.randn(3, 4)
-    for bad in (-1.0, float("nan"), float("inf")):
+    for bad in (-1.0, 0.0, float("nan"), float("inf"), "auto", torch.tensor(float("nan"))):
         with pytest.raises(OptionError, match="lipschitz"):
             solver_linear(u, weight, solver="proxgd", lipschitz=bad)
     with pytest.raises(ShapeError, match="0-d"):
         solver_linear(u, weight, solver="proxgd", lipschitz=torch.ones(2))
     with pytest.raises(ShapeError, match=r"skip of the output's shape \(2, 3\)"):
         solver_linear(u, weight, solver="proxgd", skip=torch.randn(7, 2, 3))
+
+
+def test_softmax_along_another_dimension():
+    """It would couple samples or tokens, which are problems of their own."""
+    u = torch.randn(2, 3, 4)
+    for dim in (0, 1):
+        with pytest.raises(OptionError, match="along the features"):
+            SolverLinear(4, 4, activation=nn.Softmax(dim), solver="proxgd")(u)
+    SolverLinear(4, 4, activation=nn.Softmax(2), solver="proxgd")(u)
+
+
+def test_things_that_are_no_layers_or_tensors():
+    for thing in ("fc", None, nn.LazyLinear(3)):
+        with pytest.raises(UnsupportedLayerError):
+            SolverBlock.from_layer(thing)
+    with pytest.raises(OptionError, match="found str"):
+        refresh_steps("model")
 
 
 def test_warnings_point_at_the_callers_line():

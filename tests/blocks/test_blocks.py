@@ -11,7 +11,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from solver_plugins import SolverBlock, SolverConv1d, SolverConv2d, SolverConv3d, SolverLinear, list_priors
-from solver_plugins.prox import make_prior
+from solver_plugins.prox import Monotone, make_prior
 from tests.solvers.cases import CASES, SAMPLING
 
 F64 = torch.float64
@@ -40,10 +40,21 @@ def make(name, **keywords):
 @pytest.mark.parametrize("prior", sorted(set(list_priors()) - {"monotone", "prelu"}))
 def test_one_iteration_of_proxgd_is_layer_then_activation(name, prior):
     """Eq. 3 in the normalized formulation, for every activation of the table and every operator; bit for bit."""
-    layer, block, u = make(name, activation=prior, solver="proxgd", iters=1)
+    spatial = LAYERS[name][0](dtype=F64).weight.dim() - 2
+    made = make_prior(prior, dim=-1 - spatial) if prior == "softmax" else make_prior(prior)
+    layer, block, u = make(name, activation=made, solver="proxgd", iters=1)
     assert torch.equal(block(u), layer(u))
-    value = SolverBlock.from_layer(layer, prior, "proxgd", 1, output="value")
-    assert torch.equal(value(u), make_prior(prior).prox(layer(u), 1.0))
+    value = SolverBlock.from_layer(layer, made, "proxgd", 1, output="value")
+    assert torch.equal(value(u), made.prox(layer(u), 1.0))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(
+    "activation", [nn.PReLU(dtype=F64), Monotone(lambda v: v / (1 + v * v).sqrt())], ids=["prelu", "own"]
+)
+def test_one_iteration_with_a_module_or_a_function_of_the_users(name, activation):
+    layer, block, u = make(name, activation=activation, solver="proxgd", iters=1)
+    assert torch.equal(block(u), layer(u))
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from solver_plugins import SolverBlock, SolverConv2d, SolverLinear, lipschitz_constant, refresh_steps
+from solver_plugins.blocks import TrackedStep
 from solver_plugins.errors import OptionError, WeightError
 
 
@@ -101,13 +102,59 @@ def plain_copy(block):
     return fc
 
 
-def test_evaluation_leaves_no_trace():
+def test_evaluation_certifies_what_has_moved():
+    """An EMA copy is changed in place and never leaves evaluation; it must compute what it computes after loading."""
+    block = SolverConv2d(4, 6, 3, padding=1, activation="relu", solver="proxgd", iters=6).eval()
+    u = torch.randn(2, 4, 8, 8)
+    for _ in range(3):
+        with torch.no_grad():
+            block.weight.add_(0.3 * torch.randn_like(block.weight))
+        fresh = SolverConv2d(4, 6, 3, padding=1, activation="relu", solver="proxgd", iters=6)
+        fresh.load_state_dict(block.state_dict())
+        assert torch.equal(block(u), fresh.eval()(u))
+
+
+def test_certifying_in_evaluation_can_be_turned_off(monkeypatch):
+    monkeypatch.setattr(TrackedStep, "certify_in_evaluation", False)
     block = SolverLinear(16, 16, activation="relu", solver="proxgd").eval()
     block.weight.data.mul_(2)
     before = {name: buffer.clone() for name, buffer in block.named_buffers()}
-    block(torch.randn(2, 16))
+    assert torch.isfinite(block(torch.randn(2, 16))).all()
     for name, buffer in block.named_buffers():
         assert torch.equal(buffer, before[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_dtype_is_no_movement(dtype):
+    block = SolverLinear(16, 12, activation="relu", solver="proxgd").eval()
+    before = float(block.L)
+    block.to(dtype)
+    block(torch.randn(2, 16, dtype=dtype))
+    assert float(block.L) == before
+
+
+def test_no_direction_is_ever_lost():
+    """The new top direction may be orthogonal to all that the block has seen."""
+    block = SolverLinear(4, 4, bias=False, activation="relu", solver="proxgd")
+    with torch.no_grad():
+        block.weight.copy_(torch.diag(torch.tensor([1.0, 0, 0, 0])))
+        refresh_steps(block)
+        block.weight.copy_(torch.diag(torch.tensor([0, 0, 0, 3.0])))
+    block(torch.ones(1, 4))
+    assert float(block.L) > 0.6 * 9
+    large = SolverLinear(128, 128, bias=False, activation="relu", solver="proxgd")
+    with torch.no_grad():
+        large.weight[:64] = 0
+        refresh_steps(large)
+        large.weight.copy_(large.weight.roll(64, 0))
+        assert torch.isfinite(large(torch.randn(4, 128))).all()
+    assert float(large.L) > 0.6 * exact(large)
+
+
+def test_one_iteration_does_not_look_at_the_constant(monkeypatch):
+    block = SolverLinear(4, 4, activation="relu", solver="proxgd", iters=1)
+    monkeypatch.setattr(type(block), "_current_L", lambda *_: pytest.fail("L is not needed"))
+    block(torch.randn(2, 4))
 
 
 @pytest.mark.parametrize("solver", ["proxgd", "proxsg", "ms2gd", "s2gd"])

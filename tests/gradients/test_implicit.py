@@ -13,6 +13,7 @@ from solver_plugins import SolverLinear
 from solver_plugins.blocks import solve_layer
 from solver_plugins.errors import DoubleBackwardError, NoMinimizerError, NotConvergedWarning
 from solver_plugins.operators import Geometry
+from solver_plugins.solvers import DeterministicConfig, ProxGD, Solver, State
 from tests.gradients.test_unrolled import OPERATORS, inputs
 from tests.solvers.cases import DETERMINISTIC
 
@@ -195,3 +196,33 @@ def test_the_input_is_not_kept_after_the_backward():
     del u
     gc.collect()
     assert alive() is None
+
+
+class Damped(Solver):
+    """Half of the step: its states do not belong to the problem's step."""
+
+    name, tags, Config, samples = "damped", ("deterministic",), DeterministicConfig, "nothing"
+
+    def init(self, problem):
+        return None
+
+    def step(self, problem, state, iteration, draws):
+        x = None if state is None else self.value(problem, state)
+        step = 0.5 * problem.step
+        return State(problem.descend(x, problem.gradient(x), step), step)
+
+
+@pytest.mark.parametrize("formulation", ["normalized", "paper"])
+@pytest.mark.parametrize("activation", ["relu", nn.Tanh(), nn.Softplus(), nn.ELU(0.5)], ids=str)
+def test_a_solver_with_a_step_of_its_own(activation, formulation):
+    u, kernel, bias = tensors = inputs("linear")
+    found = []
+    for solver in (Damped, ProxGD):
+        made = solver.from_options(
+            iters=1500, lam=10.0, formulation=formulation, implicit_tol=1e-8,
+            gradient="implicit" if solver is Damped else "unrolled",
+        )  # fmt: skip
+        out = solve_layer(u, kernel, bias, Geometry(), activation=activation, solver=made)
+        found.append((out, *torch.autograd.grad(out.square().sum(), tensors)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)

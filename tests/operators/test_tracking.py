@@ -68,8 +68,8 @@ def test_grids():
 
     assert shape(1) == (1, 1, 4, 2)
     assert shape(2) == shape(3) == shape(5, 2) == (3, 1, 4, 2)
-    assert shape(5, groups=2) == (4, 2, 2, 2)
-    assert shape(7) == (5, 1, 4, 2)
+    assert shape(5, groups=2) == (5, 2, 2, 2)
+    assert shape(7) == shape(31) == (5, 1, 4, 2)
 
 
 @pytest.mark.parametrize("make", LAYERS)

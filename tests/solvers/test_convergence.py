@@ -99,6 +99,24 @@ def test_objective_never_increases_under_proxgd(seed, scale, prior):
     assert increase.max() <= 1e-12
 
 
+@given(
+    seed=st.integers(0, 10_000),
+    prior=st.sampled_from(["relu", "softplus", "tanh", "elu", "leaky_relu", "softshrink"]),
+    formulation=st.sampled_from(["normalized", "paper"]),
+    stride=st.integers(1, 2),
+)
+def test_objective_never_increases_on_convolutions_and_smooth_priors(seed, prior, formulation, stride):
+    torch.manual_seed(seed)
+    conv = nn.Conv2d(3, 4, 3, stride=stride, padding=1, dtype=F64)
+    u = torch.randn(2, 3, 5, 6, dtype=F64)
+    _, info = solve_layer(
+        u, kernel_of(conv).detach(), conv.bias.detach(), geometry_of(conv), activation=prior, solver="proxgd", iters=8,
+        formulation=formulation, diagnose=True,
+    )  # fmt: skip
+    increase = (info.objective[1:] - info.objective[:-1]) / (1 + info.objective[:-1].abs())
+    assert increase.max() <= 1e-10
+
+
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_every_solver_approaches_the_minimum(name):
     """Sampling solvers too, within their noise: the last objective is far closer to the minimum than the first."""

@@ -1,0 +1,47 @@
+"""Classes made at run time: a shell in front of a plain class, so that an object can change its class in place."""
+
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+S = TypeVar("S", bound="Shell")
+
+_MADE: dict[tuple[type, type], Any] = {}
+
+
+class Shell(nn.Module):
+    """Mixin in front of a module's class. The object stays what it was, in class, place, Parameters and keys.
+
+    Attributes:
+        plain_class: The class behind the shell, which the object has again when the shell is taken off.
+    """
+
+    plain_class: ClassVar[type[nn.Module]]
+
+    @classmethod
+    def class_for(cls, plain: type[nn.Module]) -> "type[Shell]":
+        """Returns the class that an object of class ``plain`` gets with this shell."""
+        return made_class(cls, plain, cls.__name__)
+
+    def _reduce(self, protocol: Any) -> tuple[Any, ...]:
+        return _blank, (type(self).__bases__[0], type(self).plain_class), self.__getstate__()
+
+
+def made_class(shell: type[S], plain: type[nn.Module], prefix: str, **members: Any) -> type[S]:
+    """Returns the class ``prefix + plain`` with the bases ``shell`` and ``plain``; made once."""
+    if (shell, plain) not in _MADE:
+        # A made class has no importable name: pickle and deepcopy make it again from its two bases.
+        own = {"__module__": __name__, "__reduce_ex__": Shell._reduce, "plain_class": plain, **members}
+        _MADE[shell, plain] = type(f"{prefix}{plain.__name__}", (shell, plain), own)
+    return _MADE[shell, plain]
+
+
+def _blank(shell: type[Shell], plain: type[nn.Module]) -> Shell:
+    made: type[Shell] = shell.class_for(plain)
+    return made.__new__(made)
+
+
+def take_off(module: Shell) -> nn.Module:
+    """Gives a module its plain class again, where it stands."""
+    module.__class__ = type(module).plain_class  # type: ignore[assignment]
+    return module

@@ -1,0 +1,253 @@
+"""From a model to a converted one, and back."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from solver_plugins.blocks import (
+    ChainBlock,
+    Partner,
+    PassThrough,
+    SolverBlock,
+    TrackedStep,
+    install_block,
+    install_chain,
+    install_pass_through,
+    remove_block,
+    remove_chain,
+    take_off,
+)
+from solver_plugins.blocks.chain import Role
+from solver_plugins.errors import OptionError
+from solver_plugins.prox import prox_for
+from solver_plugins.registry import SOLVERS
+from solver_plugins.solvers import RateConfig, Solver
+from solver_plugins.surgery.errors import ConversionError
+from solver_plugins.surgery.match import match
+from solver_plugins.surgery.parts import Block
+from solver_plugins.surgery.record import record
+from solver_plugins.surgery.select import Chosen, NonProx, Selection, select
+from solver_plugins.surgery.targets import Targets
+
+_WRAPPERS = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "unwrap it (model.module), convert, wrap again",
+    "torch.nn.parallel.data_parallel.DataParallel": "unwrap it (model.module), convert, wrap again",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "convert first, then shard",
+    "torch._dynamo.eval_frame.OptimizedModule": "convert the original (model._orig_mod), then compile",
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do.
+
+    Attributes:
+        solver: The solver's registered name.
+        options: Its options, without the rate ``p``, which each block has of its own.
+        selection: Which blocks are converted, and why the others are not.
+        blocks: All blocks of the model.
+    """
+
+    solver: str
+    options: dict[str, Any]
+    selection: Selection
+    blocks: tuple[Block, ...]
+
+    def solver_for(self, one: Chosen) -> Solver:
+        """Returns the solver of one block, with that block's rate."""
+        made: type[Solver] = SOLVERS.get(self.solver)
+        rate = {"p": one.p} if one.p is not None and issubclass(made.Config, RateConfig) else {}
+        return made.from_options(**self.options, **rate)
+
+
+def convert_model(
+    model: nn.Module,
+    solver: str = "proxsg",
+    iters: int = 10,
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    pattern: str | Iterable[str] | None = None,
+    p: float | None = None,
+    nonprox: NonProx = "keep",
+    last: bool | None = None,
+    example_inputs: Any = None,
+    inplace: bool = True,
+    **options: Any,
+) -> nn.Module:
+    """Turns matched layers of a model into solver blocks.
+
+    Layers keep their place, name, Parameters and class; see :func:`inspect_model` for a dry run.
+
+    Args:
+        model: Any model whose forward pass can be recorded; timm's and transformers' need no example inputs.
+        solver: A registered name (see :func:`solver_plugins.list_solvers`).
+        iters: How many proximal steps each block takes.
+        targets: Layers to convert: a list of names or their ends, one regular expression for the whole name, or a
+            function of name and module. One that converts nothing is an error.
+        exclude: Layers to leave alone, in the same forms.
+        pattern: None for the solver's default patterns, "strict" for the paper's block alone, "all", or a list.
+        p: A rate for a sampling solver: layers without a dropout are converted, too, and all use this rate.
+        nonprox: What to do with an activation that is no proximal map: "keep" it behind a block with ``g = 0``, or
+            "skip" the block.
+        last: True also converts the classifier, False never does; None leaves it to the patterns.
+        example_inputs: A tensor, tuple or mapping for the recorded forward pass.
+        inplace: False converts a copy.
+        **options: Options of the solver; an unknown one raises.
+
+    Returns:
+        The converted model: the same object, unless ``inplace=False``.
+
+    Raises:
+        ConversionError: If nothing can be converted, with the reason for every near miss, or the model is wrapped or
+            converted already. The model is as it was then, as after every other error.
+        OptionError: For unknown options.
+        TargetError: If a target converts nothing.
+        RecordError: If the forward pass cannot be recorded.
+    """
+    plan = plan_conversion(
+        model, solver, iters, targets=targets, exclude=exclude, pattern=pattern, p=p, nonprox=nonprox, last=last,
+        example_inputs=example_inputs, **options,
+    )  # fmt: skip
+    if not plan.selection.chosen:
+        raise ConversionError(
+            f"No layer of this {type(model).__name__} is converted by {solver!r}:{plan.selection.explain()}"
+        )
+    if not inplace:
+        model = copy.deepcopy(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    try:
+        for one in plan.selection.chosen:
+            _install(one.block, modules, plan.solver_for(one))
+        for name in _taken_over(plan):
+            install_pass_through(modules[name])
+    except BaseException:
+        _restore(model)
+        raise
+    return model
+
+
+def revert_model(model: nn.Module) -> nn.Module:
+    """Turns every solver block of a model into its plain layer again, with the weights as they are now.
+
+    Raises:
+        ConversionError: If there is none.
+    """
+    if not _restore(model):
+        raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
+    return model
+
+
+def plan_conversion(
+    model: nn.Module,
+    solver: str = "proxsg",
+    iters: int = 10,
+    *,
+    targets: Targets | None = None,
+    exclude: Targets | None = None,
+    pattern: str | Iterable[str] | None = None,
+    p: float | None = None,
+    nonprox: NonProx = "keep",
+    last: bool | None = None,
+    example_inputs: Any = None,
+    **options: Any,
+) -> Plan:
+    """Walks a model and decides what :func:`convert_model` would do; arguments and errors are the same."""
+    _refuse_wrapped(model)
+    made: type[Solver] = SOLVERS.get(solver)
+    # Wrong options are told before a large model is walked.
+    made.from_options(iters=iters, **options)
+    blocks = match(record(model, example_inputs), model)
+    selection = select(blocks, made, pattern, p, nonprox, last, targets, exclude, model=model)
+    selection = _within_reach(selection)
+    return Plan(solver, {"iters": iters, **options}, selection, tuple(blocks))
+
+
+def _within_reach(selection: Selection) -> Selection:
+    """Leaves out blocks whose shared dropout other layers still need."""
+    rejected, chosen = dict(selection.rejected), list(selection.chosen)
+    while True:
+        calls: dict[int, set[int]] = {}
+        for one in chosen:
+            if one.p is not None and one.block.dropout is not None and one.block.dropout.module is not None:
+                calls.setdefault(id(one.block.dropout.module), set()).update(one.block.dropout.calls)
+        short = [
+            one
+            for one in chosen
+            if one.p is not None
+            and one.block.dropout is not None
+            and len(calls.get(id(one.block.dropout.module), ())) < one.block.dropout.sites
+        ]
+        if not short:
+            return Selection(tuple(chosen), rejected)
+        for one in short:
+            rejected[one.block.name] = (
+                f"its dropout {one.block.dropout.name!r} also serves a layer that is not converted"  # type: ignore[union-attr]
+            )
+            chosen.remove(one)
+
+
+def _taken_over(plan: Plan) -> list[str]:
+    """Returns the names of the dropouts that the chosen blocks replace."""
+    parts = [one.block.dropout for one in plan.selection.chosen if one.p is not None]
+    return list(dict.fromkeys(part.name for part in parts if part is not None and part.name is not None))
+
+
+def _install(block: Block, modules: dict[str, nn.Module], solver: Solver) -> None:
+    """Puts a solver where a block's argument is complete: into its layer, its norm, or its activation."""
+    prior = block.prior
+    assert prior is not None
+    if prior.learnable and block.activation is not None and block.activation.name is not None:
+        # The prior reads a module (PReLU): the one of this model, which may be a copy of the one that was walked.
+        prior = prox_for(modules[block.activation.name])
+    if block.host == "linear":
+        install_block(modules[block.name], prior, solver)
+        return
+    norm = None if block.norm is None else _partner(block.norm.name, modules)
+    role: Role = "activation"
+    if block.host == "norm":
+        role = "norm-activation" if block.norm is not None and block.norm.holds_activation else "norm"
+    install_chain(modules[block.host_name], role, _partner(block.name, modules), norm, prior, solver)
+
+
+def _partner(name: str, modules: dict[str, nn.Module]) -> Partner:
+    parent, _, child = name.rpartition(".")
+    return Partner(modules[parent], child)
+
+
+def _restore(model: nn.Module) -> bool:
+    found = False
+    for module in list(model.modules()):
+        if isinstance(module, SolverBlock):
+            remove_block(module)
+            found = True
+        elif isinstance(module, ChainBlock):
+            remove_chain(module)
+            found = True
+        elif isinstance(module, PassThrough):
+            take_off(module)
+    return found
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
+    for base in type(model).__mro__:
+        remedy = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
+        if remedy is not None:
+            raise ConversionError(f"Expected a plain model; found {type(model).__name__}: {remedy}.")
+    for name, module in model.named_modules():
+        if isinstance(module, TrackedStep):
+            raise ConversionError(f"{name or 'The model'} is converted already; call revert_model(model) first.")
+        if hasattr(module, "_hf_hook"):
+            raise ConversionError(
+                f"{name or 'The model'} carries an accelerate hook, which would hide a solver: convert before "
+                "dispatching the model, or remove the hooks with accelerate.hooks.remove_hook_from_module(model, "
+                "recurse=True)."
+            )
+    if any(isinstance(parameter, torch.nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+        raise ConversionError("Expected initialised weights; found lazy layers. Run one forward pass first.")

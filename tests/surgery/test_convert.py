@@ -1,0 +1,262 @@
+"""A converted model: the same function at one iteration, the same module tree and keys, and the plain model again."""
+
+import copy
+import pickle
+
+import pytest
+import timm
+import torch
+from torch import nn
+from transformers import RobertaConfig, RobertaForSequenceClassification
+
+from solver_plugins import convert_model, list_solvers, revert_model
+from solver_plugins.blocks import ChainBlock, PassThrough, SolverBlock, TrackedStep
+from solver_plugins.errors import OptionError, SolverPluginsError
+from solver_plugins.surgery import ConversionError, TargetError, plan_conversion
+
+
+class ConvNet(nn.Module):
+    """Every kind of block: conv-norm-act, conv-norm-skip-act, conv-act, dropout-linear-act, dropout-linear."""
+
+    def __init__(self, act=nn.ReLU):
+        super().__init__()
+        self.conv1, self.bn1, self.act1 = nn.Conv2d(3, 4, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(4), act()
+        self.conv2, self.bn2, self.act2 = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4), act()
+        self.conv3, self.act3 = nn.Conv2d(4, 6, 3), act()
+        self.drop1, self.fc1, self.act4 = nn.Dropout(0.5), nn.Linear(6, 5), act()
+        self.drop2, self.fc2 = nn.Dropout(0.2), nn.Linear(5, 3)
+
+    def forward(self, x):
+        x = self.act1(self.bn1(self.conv1(x)))
+        x = self.act2(self.bn2(self.conv2(x)) + x)
+        x = self.act3(self.conv3(x)).mean((2, 3))
+        x = self.act4(self.fc1(self.drop1(x)))
+        return self.fc2(self.drop2(x))
+
+
+X = torch.randn(4, 3, 12, 11)
+
+
+def make(**keywords):
+    torch.manual_seed(0)
+    return ConvNet(**keywords)
+
+
+def convert(model, *args, **keywords):
+    """Converts the small network of this file, whose input nobody could guess."""
+    return convert_model(model, *args, **{"example_inputs": X, **keywords})
+
+
+def without_dropout(model, training):
+    model.train(training)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.eval()
+    return model
+
+
+MODELS = {
+    "convnet": (make, X),
+    "prelu": (lambda: make(act=nn.PReLU), X),
+    "tanh": (lambda: make(act=nn.Tanh), X),
+    "timm_resnet": (lambda: timm.create_model("test_resnet", num_classes=5), torch.randn(2, 3, 64, 64)),
+    "timm_efficientnet": (lambda: timm.create_model("test_efficientnet", num_classes=5), torch.randn(2, 3, 64, 64)),
+    "timm_vit": (lambda: timm.create_model("test_vit", num_classes=5), torch.randn(2, 3, 160, 160)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_iteration_is_the_same_function(name):
+    """Promise 1: values, gradients and norm statistics, in training and evaluation."""
+    build, x = MODELS[name]
+    plain = build()
+    converted = convert_model(copy.deepcopy(plain), "proxgd", iters=1, pattern="all", example_inputs=x)
+    assert any(isinstance(module, TrackedStep) for module in converted.modules())
+    for training in (True, False):
+        a, b = without_dropout(converted, training)(x), without_dropout(plain, training)(x)
+        assert torch.equal(a, b)
+        for out in (a, b):
+            out.square().sum().backward()
+    for (key, one), (other_key, two) in zip(plain.named_parameters(), converted.named_parameters(), strict=True):
+        assert key == other_key
+        torch.testing.assert_close(one.grad, two.grad, rtol=1e-5, atol=1e-6)
+    for key, value in plain.state_dict().items():
+        torch.testing.assert_close(converted.state_dict()[key], value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_copies_keys_and_the_way_back(name):
+    """Promises 2 to 4."""
+    build, x = MODELS[name]
+    model = build().eval()
+    classes = [type(module) for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    parameters, state = list(model.parameters()), copy.deepcopy(model.state_dict())
+    expected = model(x)
+    convert_model(model, "proxgd", iters=3, pattern="all", example_inputs=x)
+    assert all(isinstance(module, cls) for module, cls in zip(model.modules(), classes, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert list(model.state_dict()) == list(state)
+    changed = model(x)
+    assert not torch.allclose(changed, expected)
+    for clone in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(clone(x), changed)
+        assert torch.equal(revert_model(clone)(x), expected)
+    with pytest.raises(ConversionError, match="converted already"):
+        convert_model(model, "proxgd")
+    revert_model(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert torch.equal(model(x), expected)
+    with pytest.raises(ConversionError, match="without a solver block"):
+        revert_model(model)
+
+
+def reference_iterations(chain, activation, u, c, L, iters, lam=1e-3):
+    """Prox-GD that knows only the plain chain (A t = chain(t) - chain(0)), its vjp, and the activation as called."""
+    offset = chain(torch.zeros_like(u))
+    adjoint = torch.func.vjp(chain, u)[1]
+    v = c
+    for _ in range(iters - 1):
+        x = activation(v)
+        v = x - (chain(adjoint(x)[0]) - offset + lam * x) / (L + lam) + c
+    return v
+
+
+@pytest.mark.parametrize("act", [nn.ReLU, nn.Tanh, nn.PReLU, nn.Hardtanh])
+def test_three_iterations_agree_with_a_reference_that_knows_only_the_plain_modules(act):
+    plain = make(act=act).double()
+    with torch.no_grad():
+        for _ in range(3):
+            plain.train()(X.double())
+        for norm in (plain.bn1, plain.bn2):
+            norm.weight.uniform_(0.5, 2)
+            norm.bias.normal_()
+    plain.eval()
+    model = convert(copy.deepcopy(plain), "proxgd", iters=3, pattern="all", example_inputs=X.double()).eval()
+    found = {}
+    for name in ("bn1", "act2", "conv3"):
+        module = getattr(model, name)
+        module.register_forward_hook(lambda module, args, out, name=name: found.update({name: out.detach()}))
+    model(X.double())
+
+    x = X.double()
+    c = plain.bn1(plain.conv1(x))
+    v = reference_iterations(lambda t: plain.bn1(plain.conv1(t)), plain.act1, x, c, model.bn1.L, 3)
+    torch.testing.assert_close(found["bn1"], v, rtol=1e-9, atol=1e-10)
+    u = plain.act1(v)
+    c = plain.bn2(plain.conv2(u)) + u
+    v = reference_iterations(lambda t: plain.bn2(plain.conv2(t)), plain.act2, u, c, model.act2.L, 3)
+    torch.testing.assert_close(found["act2"], plain.act2(v), rtol=1e-9, atol=1e-10)
+    u = plain.act2(v)
+    v = reference_iterations(plain.conv3, plain.act3, u, plain.conv3(u), model.conv3.L, 3)
+    torch.testing.assert_close(found["conv3"], v, rtol=1e-9, atol=1e-10)
+
+
+def test_training_folds_batch_statistics_and_gradients_flow():
+    model = convert(make(), "proxgd", iters=4, pattern="all").train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(X).square().mean().backward()
+        assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+        optimizer.step()
+    assert model.conv1.tap.pair is None, "no graph outlives its step"
+    saved = copy.deepcopy(model)
+    assert torch.equal(saved.eval()(X), model.eval()(X))
+
+
+def test_zero_scales_do_not_void_the_constant():
+    """A residual branch that starts closed (gamma = 0) has a finite step, then and after it has opened."""
+    plain = make()
+    nn.init.zeros_(plain.bn2.weight)
+    model = convert(plain, "proxgd", iters=5, pattern="all").train()
+    assert torch.isfinite(model(X)).all() and model.act2.L > 0
+    with torch.no_grad():
+        model.bn2.weight.fill_(0.3)
+    assert torch.isfinite(model(X)).all()
+
+
+def test_vgg16_as_the_issue_says():
+    model = timm.create_model("vgg16", drop_rate=0.5, num_classes=10)
+    plan = plan_conversion(model, "proxsg")
+    assert [(one.block.name, one.block.pattern, one.p) for one in plan.selection.chosen] == [
+        ("pre_logits.fc2", "dropout-linear-act", 0.5),
+        ("head.fc", "dropout-linear", 0.5),
+    ]
+    assert plan.solver_for(plan.selection.chosen[0]).tau(4096) == 2048
+
+
+@pytest.mark.parametrize("name", list_solvers())
+def test_every_solver_converts_and_trains(name):
+    options = {"p": 0.3} if name in ("proxsg", "ms2gd", "rcd") else {}
+    model = convert(make(), name, iters=3, pattern="all", **({"p": 0.3} if name in ("s2gd", "svrg") else options))
+    model.train()(X).sum().backward()
+    hosts = [module for module in model.modules() if isinstance(module, TrackedStep)]
+    assert len(hosts) == 5
+    assert {isinstance(module, ChainBlock) for module in hosts} == {True, False}
+
+
+def test_a_sampling_solver_takes_the_dropout_over():
+    model = convert(make(), "proxsg", iters=4)
+    assert isinstance(model.drop1, PassThrough) and isinstance(model.drop1, nn.Dropout)
+    assert model.fc1.solver.config.p == 0.5 and model.fc2.solver.config.p == 0.2
+    assert not torch.equal(model(X), model(X))
+    model.eval()
+    assert torch.equal(model(X), model(X))
+    deterministic = convert(make(), "proxgd", iters=4)
+    assert type(deterministic.drop1) is nn.Dropout, "a deterministic solver leaves dropout live"
+
+
+def roberta():
+    config = RobertaConfig(
+        vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+        max_position_embeddings=20, num_labels=3,
+    )  # fmt: skip
+    return RobertaForSequenceClassification(config)
+
+
+def test_a_dropout_that_two_layers_share():
+    """RoBERTa's head calls one dropout twice: taken over if both layers are converted, left alone otherwise."""
+    model = convert_model(roberta(), "proxsg", iters=2, targets=["classifier.dense", "classifier.out_proj"])
+    assert isinstance(model.classifier.dropout, PassThrough)
+    assert isinstance(model.classifier.dense, SolverBlock)
+    with pytest.raises(ConversionError, match="also serves a layer that is not converted"):
+        convert_model(roberta(), "proxsg", iters=2, targets=["classifier.dense"])
+
+
+def test_a_copy_is_converted_with_its_own_partners():
+    plain = make(act=nn.PReLU)
+    converted = convert(plain, "proxgd", iters=2, inplace=False)
+    assert not any(isinstance(module, TrackedStep) for module in plain.modules())
+    assert converted.fc1.prior.module is converted.act4
+
+
+def test_everything_or_nothing(monkeypatch):
+    model = make()
+    classes = [type(module) for module in model.modules()]
+    with torch.no_grad():
+        model.fc2.weight.fill_(torch.nan)
+    with pytest.raises(SolverPluginsError, match="finite"):
+        convert(model, "proxgd", pattern="all")
+    assert [type(module) for module in model.modules()] == classes
+    assert all(type(module.__dict__.get("L", None)) is type(None) for module in model.modules())
+
+
+def test_bad_input():
+    with pytest.raises(ConversionError, match="unwrap"):
+        convert_model(nn.DataParallel(make()))
+    with pytest.raises(ConversionError, match="_orig_mod"):
+        convert_model(torch.compile(make()))
+    with pytest.raises(OptionError, match="iters"):
+        convert(make(), "proxgd", itres=3)
+    with pytest.raises(TargetError, match="fc9"):
+        convert(make(), "proxgd", targets=["fc9"])
+    with pytest.raises(ConversionError, match="No layer of this Sequential"):
+        convert_model(nn.Sequential(nn.Linear(3, 3)), "proxsg", example_inputs=torch.randn(2, 3))
+    hooked = make()
+    hooked._hf_hook = object()
+    with pytest.raises(ConversionError, match="accelerate"):
+        convert_model(hooked)
+    with pytest.raises(OptionError, match=r"torch\.nn\.Module"):
+        convert_model("vgg16")
