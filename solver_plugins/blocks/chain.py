@@ -145,6 +145,11 @@ def running_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
 def diagonal_of(norm: nn.Module, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the diagonal that the norm applies to ``y`` in its present mode, differentiable."""
     bn: Any = norm
+    if isinstance(norm, nn.SyncBatchNorm) and norm.training:
+        raise UnsupportedLayerError(
+            "A solver is folded with this norm, which has become a SyncBatchNorm since: its statistics are spread over "
+            "processes. Keep BatchNorm in converted blocks, or leave blocks with norms out of the conversion."
+        )
     if bn.training or bn.running_var is None:
         var = y.to(dtype).var((0, *range(2, y.dim())), correction=0)
     else:
@@ -166,9 +171,9 @@ def install_chain(
         SolverPluginsError: If it cannot be one; both modules are as they were then.
     """
     folded = host if role != "activation" else None if norm is None else norm.module
-    if folded is not None and not isinstance(folded, _BatchNorm):
+    if folded is not None and (not isinstance(folded, _BatchNorm) or isinstance(folded, nn.SyncBatchNorm)):
         raise UnsupportedLayerError(
-            f"Expected a BatchNorm, which is a diagonal in evaluation; found {type(folded).__name__}."
+            f"Expected a BatchNorm of one process, which is a diagonal; found {type(folded).__name__}."
         )
     if isinstance(host, TrackedStep) or "forward" in vars(host) or RESERVED & vars(host).keys():
         raise UnsupportedLayerError(

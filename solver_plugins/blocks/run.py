@@ -52,16 +52,14 @@ def check_combination(
     solver.check_prior(prior)
     if solver.samples == "outputs" and output == "argument" and prior.zero_argument is None:
         raise OptionError(
-            f"{solver.name} leaves coordinates at zero, and the activation {prior.name!r} never is zero, so there is "
-            f"no "
+            f"{solver.name} leaves coordinates at zero, and the activation {prior.name!r} never is zero: there is no "
             "argument to hand out; use output='value'."
         )
     if solver.config.lam > 0 or prior.bounded or out_features <= in_features * math.prod(geometry.stride):
         return
     reason = (
         f"{out_features} outputs of {in_features} inputs with lam=0 and prior {prior.name!r}: the problem need not "
-        f"have a "
-        "minimiser, and its iterates can grow without bound; use lam > 0 (default 1e-3)"
+        "have a minimiser, and its iterates can grow without bound; use lam > 0 (default 1e-3)"
     )
     if solver.implicit:
         raise NoMinimizerError(f"{reason}. An implicit gradient does not exist there.")

@@ -33,9 +33,9 @@ class TrackedStep(Shell):
     """Mixin that owns the buffers behind a step size. All are non-persistent: weights alone determine them.
 
     Attributes:
-        L: ``lambda_max(A A^T)``, a 0-d tensor. power_vectors: Where the power iteration stands, one vector per
-        frequency of a coarse grid. power_quotient: The quotient that these vectors gave. They give another one, up to
-        rounding, exactly if the weights
+        L: ``lambda_max(A A^T)``, a 0-d tensor.
+        power_vectors: Where the power iteration stands, one vector per frequency of a coarse grid.
+        power_quotient: The quotient that these vectors gave; they give another one, beyond rounding, if the weights
             have moved.
         power_ratio: Certified constant over power estimate, at the last certificate.
         certified_quotient: The quotient at the last certificate.

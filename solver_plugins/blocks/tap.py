@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks.made import Shell, made_class
+from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.operators import Reader, reader_for
 
 
@@ -41,6 +43,12 @@ class Tap(Shell):
     def forward(self, input: Tensor) -> Tensor:
         """Returns the layer's output."""
         output: Tensor = super().forward(input)
+        if self.tap.pair is not None and not torch.compiler.is_compiling():
+            warn(
+                "The solver behind this layer did not run in the last forward pass. Was its norm replaced after the "
+                "conversion (SyncBatchNorm)? Call revert_model, replace it, and convert again.",
+                SolverPluginsWarning,
+            )
         self.tap.pair = (input, output)
         return output
 

@@ -11,7 +11,7 @@ from transformers import RobertaConfig, RobertaForSequenceClassification
 
 from solver_plugins import convert_model, list_solvers, revert_model
 from solver_plugins.blocks import ChainBlock, PassThrough, SolverBlock, TrackedStep
-from solver_plugins.errors import OptionError, SolverPluginsError
+from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning
 from solver_plugins.surgery import ConversionError, TargetError, plan_conversion
 
 
@@ -260,3 +260,13 @@ def test_bad_input():
         convert_model(hooked)
     with pytest.raises(OptionError, match=r"torch\.nn\.Module"):
         convert_model("vgg16")
+
+
+def test_a_norm_that_is_replaced_later_is_not_missed_in_silence():
+    model = convert(make(), "proxgd", iters=3, pattern=["linear-norm-act"])
+    synced = nn.SyncBatchNorm.convert_sync_batchnorm(model).eval()
+    synced(X)
+    with pytest.warns(SolverPluginsWarning, match="did not run"):
+        synced(X)
+    with pytest.raises(SolverPluginsError, match="SyncBatchNorm"):
+        convert(nn.SyncBatchNorm.convert_sync_batchnorm(make()), "proxgd", pattern="all")
