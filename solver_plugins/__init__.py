@@ -21,7 +21,7 @@ from solver_plugins.blocks import (
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
 from solver_plugins.registry import list_solvers, register_solver, solver_info
-from solver_plugins.surgery import convert_model, revert_model
+from solver_plugins.surgery import convert_model, inspect_model, revert_model
 
 try:
     __version__ = version("solver-plugins")
@@ -36,6 +36,7 @@ __all__ = [
     "SolverLinear",
     "convert_model",
     "declare_activation",
+    "inspect_model",
     "lipschitz_constant",
     "list_priors",
     "list_solvers",

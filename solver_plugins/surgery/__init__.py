@@ -15,6 +15,7 @@ from solver_plugins.surgery.parts import (
     SkipPart,
 )
 from solver_plugins.surgery.record import Argument, Call, Record, Ref, Value, record
+from solver_plugins.surgery.report import Report, Row, inspect_model
 from solver_plugins.surgery.select import Chosen, Selection, select
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "Record",
     "RecordError",
     "Ref",
+    "Report",
+    "Row",
     "Sampling",
     "Selection",
     "SkipPart",
@@ -40,6 +43,7 @@ __all__ = [
     "Value",
     "convert_model",
     "example_inputs_for",
+    "inspect_model",
     "match",
     "plan_conversion",
     "record",
