@@ -8,7 +8,6 @@ import json
 import numbers
 import re
 import reprlib
-import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -112,17 +111,6 @@ class StrictConfig(pydantic.BaseModel):
         except (ValueError, yaml.YAMLError, RecursionError) as error:
             raise OptionError(f"{owner or cls.__name__}: not valid {form} ({error}).") from None
         return cls.parse(options, owner=owner)
-
-
-def choices(annotation: Any) -> list[str]:
-    """Returns the options of a ``Literal`` annotation, also inside a union or ``Annotated``."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return [str(option) for option in typing.get_args(annotation)]
-    if typing.get_origin(annotation) is typing.Annotated:
-        return choices(typing.get_args(annotation)[0])
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        return [option for part in typing.get_args(annotation) for option in choices(part)]
-    return []
 
 
 def _coerced_to(value: Any, result: Any) -> str | None:

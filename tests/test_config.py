@@ -5,7 +5,7 @@ import enum
 import math
 import pickle
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import hypothesis
 import numpy as np
@@ -14,7 +14,7 @@ import pytest
 import yaml
 from hypothesis import strategies as st
 
-from solver_plugins.config import StrictConfig, choices
+from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError
 
 
@@ -356,17 +356,3 @@ def test_bad_files(tmp_path):
 
 def test_the_dumper_leaves_pyyaml_alone():
     assert yaml.safe_load("x: 1e-3") == {"x": "1e-3"}
-
-
-@pytest.mark.parametrize(
-    ("annotation", "expected"),
-    [
-        (Literal["a", "b"], ["a", "b"]),
-        (Literal["a"] | None, ["a"]),
-        (float | Literal["auto", "exact"], ["auto", "exact"]),
-        (Annotated[Literal["a"] | int, "note"], ["a"]),
-        (int, []),
-    ],
-)
-def test_choices(annotation, expected):
-    assert choices(annotation) == expected

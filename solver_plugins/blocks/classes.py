@@ -1,6 +1,6 @@
 """The named block classes: torch's own layers as solvers."""
 
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -45,19 +45,8 @@ class SolverLinear(SolverBlock, nn.Linear, layer_class=nn.Linear):
         nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
         self._set_up(activation, made, output)
 
-    @classmethod
-    def from_linear(
-        cls,
-        layer: nn.Linear,
-        activation: Activation = None,
-        solver: str | Solver = "proxsg",
-        iters: int | None = None,
-        *,
-        output: OutputKind = "argument",
-        **options: Any,
-    ) -> Self:
-        """Makes the block from a linear layer; see :meth:`SolverBlock.from_layer`."""
-        return cls.from_layer(layer, activation, solver, iters, output=output, **options)
+    # The one method of all blocks, under the name of this kind.
+    from_linear = SolverBlock.__dict__["from_layer"]
 
 
 class _SolverConv(SolverBlock):
@@ -99,19 +88,8 @@ class _SolverConv(SolverBlock):
         )
         self._set_up(activation, made, output)
 
-    @classmethod
-    def from_conv(
-        cls,
-        layer: nn.Module,
-        activation: Activation = None,
-        solver: str | Solver = "proxsg",
-        iters: int | None = None,
-        *,
-        output: OutputKind = "argument",
-        **options: Any,
-    ) -> Self:
-        """Makes the block from a convolution; see :meth:`SolverBlock.from_layer`."""
-        return cls.from_layer(layer, activation, solver, iters, output=output, **options)
+    # The one method of all blocks, under the name of this kind.
+    from_conv = SolverBlock.__dict__["from_layer"]
 
 
 class SolverConv1d(_SolverConv, nn.Conv1d, layer_class=nn.Conv1d):

@@ -53,8 +53,7 @@ def solver_conv1d(
     **solve: Any,
 ) -> Tensor | tuple[Tensor, Diagnostics]:
     """A 1-D convolution as a solver; ``**solve`` are the keyword arguments of :func:`solve_layer`."""
-    _check_dims(weight, 1)
-    geometry = Geometry.for_conv(weight.shape[2:], stride, padding, dilation, groups, padding_mode)
+    geometry = _geometry(1, weight, stride, padding, dilation, groups, padding_mode)
     return solve_layer(input, weight, bias, geometry, **solve)
 
 
@@ -70,8 +69,7 @@ def solver_conv2d(
     **solve: Any,
 ) -> Tensor | tuple[Tensor, Diagnostics]:
     """A 2-D convolution as a solver; ``**solve`` are the keyword arguments of :func:`solve_layer`."""
-    _check_dims(weight, 2)
-    geometry = Geometry.for_conv(weight.shape[2:], stride, padding, dilation, groups, padding_mode)
+    geometry = _geometry(2, weight, stride, padding, dilation, groups, padding_mode)
     return solve_layer(input, weight, bias, geometry, **solve)
 
 
@@ -87,8 +85,7 @@ def solver_conv3d(
     **solve: Any,
 ) -> Tensor | tuple[Tensor, Diagnostics]:
     """A 3-D convolution as a solver; ``**solve`` are the keyword arguments of :func:`solve_layer`."""
-    _check_dims(weight, 3)
-    geometry = Geometry.for_conv(weight.shape[2:], stride, padding, dilation, groups, padding_mode)
+    geometry = _geometry(3, weight, stride, padding, dilation, groups, padding_mode)
     return solve_layer(input, weight, bias, geometry, **solve)
 
 
@@ -171,6 +168,13 @@ def solve_layer(
         diagnose=diagnose,
     )
     return (result, diagnostics) if diagnostics is not None else result
+
+
+def _geometry(
+    spatial: int, weight: Tensor, stride: Size, padding: Size | str, dilation: Size, groups: int, padding_mode: str
+) -> Geometry:
+    _check_dims(weight, spatial)
+    return Geometry.for_conv(weight.shape[2:], stride, padding, dilation, groups, padding_mode)
 
 
 def _check_dims(weight: Tensor, spatial: int) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.made import Shell, made_class
+from solver_plugins.blocks.made import Shell, made_class, take_off
 from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.operators import Reader, reader_for
 
@@ -63,4 +63,4 @@ def install_tap(layer: nn.Module) -> None:
 def remove_tap(layer: Tap) -> None:
     """Makes it a plain layer again."""
     del layer.tap
-    layer.__class__ = type(layer).plain_class  # type: ignore[assignment]
+    take_off(layer)

@@ -154,7 +154,7 @@ def test_no_direction_is_ever_lost():
 def test_one_iteration_does_not_look_at_the_constant(monkeypatch):
     block = SolverLinear(4, 4, activation="relu", solver="proxgd", iters=1)
     monkeypatch.setattr(type(block), "_current_L", lambda *_: pytest.fail("L is not needed"))
-    block(torch.randn(2, 4))
+    assert block(torch.randn(2, 4)).shape == (2, 4)
 
 
 @pytest.mark.parametrize("solver", ["proxgd", "proxsg", "ms2gd", "s2gd"])
