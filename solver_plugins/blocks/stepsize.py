@@ -88,7 +88,7 @@ class TrackedStep(Shell):
             return self.L
         reference = self._reference()
         (first, second), (_, vectors) = power_steps(kernel, self.geometry, self.power_vectors, 2, reference)
-        vectors = _mixed(vectors)
+        vectors = _mixed(vectors, real=self.geometry.dims == 0)
         (third,), _ = power_steps(kernel, self.geometry, vectors, 1, reference)
         gain = (third / second.clamp_min(torch.finfo(third.dtype).tiny)).clamp(1.0, 2.0)
         estimate = torch.maximum(torch.maximum(second, third) * gain.square(), _largest_row(kernel, reference))
@@ -117,7 +117,7 @@ class TrackedStep(Shell):
         start = start_vectors(kernel, self.geometry)
         quotients, steps = power_steps(kernel, self.geometry, start, WARM_UP, diagonal)
         # The next step from these vectors gives this quotient again, exactly if the weights have not moved.
-        vectors = _mixed(steps[-1])
+        vectors = _mixed(steps[-1], real=self.geometry.dims == 0)
         (quotient,), _ = power_steps(kernel, self.geometry, vectors, 1, diagonal)
         best = torch.maximum(quotients[-1], _largest_row(kernel, diagonal))
         ratio = torch.where(best > 0, constant / best.clamp_min(torch.finfo(constant.dtype).tiny), 1.0)
@@ -226,10 +226,12 @@ def _differ(one: Tensor, other: Tensor) -> Tensor:
     return ~((one - other).abs() <= 64 * torch.finfo(one.dtype).eps * other.abs())
 
 
-def _mixed(vectors: Tensor) -> Tensor:
+def _mixed(vectors: Tensor, real: bool) -> Tensor:
     """Returns unit vectors with a share of a direction that is generic, and the same everywhere."""
     index = torch.arange(vectors[0, 0].numel(), device=vectors.device, dtype=vectors.dtype)
     generic = torch.cos(1.7 * index + 0.37 * (index % 97).square()).reshape(vectors.shape[2:])
+    if real:
+        generic = torch.stack([generic[:, 0], torch.zeros_like(generic[:, 0])], -1)
     mixed = vectors + GENERIC_SHARE * generic / torch.linalg.vector_norm(generic)
     return mixed / torch.linalg.vector_norm(mixed, dim=(2, 3), keepdim=True)
 
