@@ -21,7 +21,7 @@ from solver_plugins.blocks import (
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
 from solver_plugins.registry import list_solvers, register_solver, solver_info
-from solver_plugins.surgery import convert_model, inspect_model, revert_model
+from solver_plugins.surgery import apply_conversion, conversion_of, convert_model, inspect_model, revert_model
 
 try:
     __version__ = version("solver-plugins")
@@ -34,6 +34,8 @@ __all__ = [
     "SolverConv2d",
     "SolverConv3d",
     "SolverLinear",
+    "apply_conversion",
+    "conversion_of",
     "convert_model",
     "declare_activation",
     "inspect_model",

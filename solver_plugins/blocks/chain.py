@@ -45,6 +45,12 @@ class Partner:
         return found
 
 
+def partner_of(name: str, modules: dict[str, nn.Module]) -> Partner:
+    """Returns the place of the module of this name in a model, given its modules by name."""
+    parent, _, child = name.rpartition(".")
+    return Partner(modules[parent], child)
+
+
 class ChainBlock(TrackedStep):
     """Mixin in front of the norm or activation at the end of a chain.
 

@@ -1,5 +1,6 @@
 """From a model to its blocks: record a forward pass, match patterns, select what to convert."""
 
+from solver_plugins.surgery.conversion import BlockRecord, Conversion, apply_conversion, conversion_of
 from solver_plugins.surgery.convert import Plan, convert_model, plan_conversion, revert_model
 from solver_plugins.surgery.errors import ConversionError, RecordError, TargetError
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for
@@ -23,8 +24,10 @@ __all__ = [
     "ActivationPart",
     "Argument",
     "Block",
+    "BlockRecord",
     "Call",
     "Chosen",
+    "Conversion",
     "ConversionError",
     "DropoutPart",
     "Inputs",
@@ -41,6 +44,8 @@ __all__ = [
     "SkipPart",
     "TargetError",
     "Value",
+    "apply_conversion",
+    "conversion_of",
     "convert_model",
     "example_inputs_for",
     "inspect_model",

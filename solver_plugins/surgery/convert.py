@@ -10,7 +10,6 @@ from torch import nn
 
 from solver_plugins.blocks import (
     ChainBlock,
-    Partner,
     PassThrough,
     SolverBlock,
     TrackedStep,
@@ -21,7 +20,7 @@ from solver_plugins.blocks import (
     remove_chain,
     take_off,
 )
-from solver_plugins.blocks.chain import Role
+from solver_plugins.blocks.chain import Role, partner_of
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import prox_for
 from solver_plugins.registry import SOLVERS
@@ -126,7 +125,7 @@ def convert_model(
         for name in _taken_over(plan):
             install_pass_through(modules[name])
     except BaseException:
-        _restore(model)
+        restore(model)
         raise
     return model
 
@@ -137,7 +136,7 @@ def revert_model(model: nn.Module) -> nn.Module:
     Raises:
         ConversionError: If there is none.
     """
-    if not _restore(model):
+    if not restore(model):
         raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
     return model
 
@@ -157,7 +156,7 @@ def plan_conversion(
     **options: Any,
 ) -> Plan:
     """Walks a model and decides what :func:`convert_model` would do; arguments and errors are the same."""
-    _refuse_wrapped(model)
+    refuse_wrapped(model)
     made: type[Solver] = SOLVERS.get(solver)
     # Wrong options are told before a large model is walked.
     made.from_options(iters=iters, **options)
@@ -207,19 +206,15 @@ def _install(block: Block, modules: dict[str, nn.Module], solver: Solver) -> Non
     if block.host == "linear":
         install_block(modules[block.name], prior, solver)
         return
-    norm = None if block.norm is None else _partner(block.norm.name, modules)
+    norm = None if block.norm is None else partner_of(block.norm.name, modules)
     role: Role = "activation"
     if block.host == "norm":
         role = "norm-activation" if block.norm is not None and block.norm.holds_activation else "norm"
-    install_chain(modules[block.host_name], role, _partner(block.name, modules), norm, prior, solver)
+    install_chain(modules[block.host_name], role, partner_of(block.name, modules), norm, prior, solver)
 
 
-def _partner(name: str, modules: dict[str, nn.Module]) -> Partner:
-    parent, _, child = name.rpartition(".")
-    return Partner(modules[parent], child)
-
-
-def _restore(model: nn.Module) -> bool:
+def restore(model: nn.Module) -> bool:
+    """Makes every module plain again; returns whether there was a solver."""
     found = False
     for module in list(model.modules()):
         if isinstance(module, SolverBlock):
@@ -233,7 +228,8 @@ def _restore(model: nn.Module) -> bool:
     return found
 
 
-def _refuse_wrapped(model: nn.Module) -> None:
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises ConversionError for a model in which a solver would never run, or that has one."""
     if not isinstance(model, nn.Module):
         raise OptionError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     for base in type(model).__mro__:

@@ -1,0 +1,137 @@
+"""What a conversion did, written down: enough to do it again on the plain model without walking it."""
+
+import dataclasses
+from typing import Any, Literal
+
+import pydantic
+from torch import nn
+
+from solver_plugins.blocks import (
+    ChainBlock,
+    PassThrough,
+    SolverBlock,
+    install_block,
+    install_chain,
+    install_pass_through,
+)
+from solver_plugins.blocks.chain import partner_of
+from solver_plugins.config import StrictConfig
+from solver_plugins.prox import PRIORS, Prior, make_prior, prox_for
+from solver_plugins.registry import SOLVERS
+from solver_plugins.solvers import Solver
+from solver_plugins.surgery.convert import refuse_wrapped, restore
+from solver_plugins.surgery.errors import ConversionError
+
+
+class BlockRecord(StrictConfig):
+    """One converted block."""
+
+    layer: str = pydantic.Field(description="Name of the linear layer.")
+    host: str = pydantic.Field(description="Name of the module that is the solver: the layer, its norm or activation.")
+    role: Literal["layer", "norm", "norm-activation", "activation"] = pydantic.Field(description="What the host is.")
+    norm: str | None = pydantic.Field(None, description="Name of the folded norm, where it is not the host.")
+    solver: str = pydantic.Field(description="Registered name of the solver.")
+    settings: dict[str, Any] = pydantic.Field(description="The solver's options, all of them.")
+    prior: str = pydantic.Field(description="Registered name of the prior.")
+    parameters: dict[str, float] = pydantic.Field(default_factory=dict, description="The prior's parameters.")
+    partner: str | None = pydantic.Field(None, description="Name of the activation module whose parameters it reads.")
+
+
+class Conversion(StrictConfig):
+    """A whole conversion; ``to_json`` and ``from_json`` write and read it."""
+
+    format: Literal[1] = pydantic.Field(1, description="Version of this form.")
+    blocks: tuple[BlockRecord, ...] = pydantic.Field(description="The converted blocks.")
+    passed_over: tuple[str, ...] = pydantic.Field((), description="Names of the dropouts that solvers replace.")
+
+
+def conversion_of(model: nn.Module) -> Conversion:
+    """Writes down what was done to a converted model.
+
+    Raises:
+        ConversionError: If it is not converted, or a prior is a function of the user's, which has no name.
+    """
+    names = {id(module): name for name, module in model.named_modules()}
+    blocks, passed_over = [], []
+    for name, module in model.named_modules():
+        if isinstance(module, SolverBlock):
+            blocks.append(_record(name, name, "layer", None, module.solver, module.prior, names))
+        elif isinstance(module, ChainBlock):
+            layer = names[id(module.linear.module)]
+            norm = None if module.norm is None else names[id(module.norm.module)]
+            blocks.append(_record(layer, name, module.role, norm, module.solver, module.prior, names))
+        elif isinstance(module, PassThrough):
+            passed_over.append(name)
+    if not blocks:
+        raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
+    return Conversion(blocks=tuple(blocks), passed_over=tuple(passed_over))
+
+
+def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
+    """Converts a plain model as another one was converted; its weights are its own.
+
+    Raises:
+        ConversionError: If the model lacks a module that the conversion names, or is converted or wrapped already.
+            The model is as it was then, as after every other error.
+    """
+    refuse_wrapped(model)
+    modules = dict(model.named_modules())
+    needed = [name for block in conversion.blocks for name in (block.layer, block.host, block.norm, block.partner)]
+    missing = sorted({name for name in (*needed, *conversion.passed_over) if name is not None and name not in modules})
+    if missing:
+        found = ", ".join(missing[:5])
+        raise ConversionError(
+            f"Expected a model with the modules of the conversion; {type(model).__name__} has no {found}."
+        )
+    try:
+        for block in conversion.blocks:
+            solver = SOLVERS.get(block.solver).from_options(**block.settings)
+            if block.partner is None:
+                prior = make_prior(block.prior, **block.parameters)
+            else:
+                prior = prox_for(modules[block.partner])
+            if block.role == "layer":
+                install_block(modules[block.layer], prior, solver)
+            else:
+                norm = None if block.norm is None else partner_of(block.norm, modules)
+                install_chain(modules[block.host], block.role, partner_of(block.layer, modules), norm, prior, solver)
+        for name in conversion.passed_over:
+            install_pass_through(modules[name])
+    except BaseException:
+        restore(model)
+        raise
+    return model
+
+
+def _record(
+    layer: str,
+    host: str,
+    role: Literal["layer", "norm", "norm-activation", "activation"],
+    norm: str | None,
+    solver: Solver,
+    prior: Prior,
+    names: dict[int, str],
+) -> BlockRecord:
+    partner = names.get(id(getattr(prior, "module", None)))
+    parameters: dict[str, Any] = {}
+    if partner is None:
+        if prior.name not in PRIORS or prior.learnable:
+            raise ConversionError(f"{host}: the prior {prior!r} has no registered name, so it cannot be written down.")
+        fields: tuple[dataclasses.Field[Any], ...] = (
+            dataclasses.fields(prior) if dataclasses.is_dataclass(prior) else ()
+        )
+        parameters = {field.name: getattr(prior, field.name) for field in fields}
+        wrong = [key for key, value in parameters.items() if not isinstance(value, (int, float))]
+        if wrong:
+            raise ConversionError(f"{host}: {', '.join(wrong)} of the prior {prior.name!r} cannot be written down.")
+    return BlockRecord(
+        layer=layer,
+        host=host,
+        role=role,
+        norm=norm,
+        solver=solver.name,
+        settings=solver.config.options(),
+        prior=prior.name,
+        parameters=parameters,
+        partner=partner,
+    )

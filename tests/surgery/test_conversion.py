@@ -1,0 +1,72 @@
+"""A conversion written down, read again, and done to another copy of the plain model."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from solver_plugins import apply_conversion, conversion_of, convert_model
+from solver_plugins.errors import OptionError, SolverPluginsError
+from solver_plugins.prox import Monotone, declare_activation
+from solver_plugins.surgery import Conversion, ConversionError
+from tests.surgery.test_convert import MODELS, convert, make
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_round_trip(name):
+    """Plain weights and a JSON text give the converted model again, without a look at its forward pass."""
+    build, x = MODELS[name]
+    torch.manual_seed(0)
+    plain = build().eval()
+    converted = convert_model(copy.deepcopy(plain), "fista", iters=3, pattern="all", example_inputs=x, lam=0.01)
+    text = conversion_of(converted).to_json()
+    again = build().eval()
+    again.load_state_dict(converted.state_dict())
+    apply_conversion(again, Conversion.from_json(text))
+    assert torch.equal(again(x), converted(x))
+    assert conversion_of(again).to_json() == text
+
+
+def test_rates_dropouts_and_parameters():
+    model = convert(make(act=nn.LeakyReLU), "proxsg", iters=4, decay=0.8)
+    conversion = conversion_of(model)
+    assert [(block.layer, block.settings["p"], block.settings["decay"]) for block in conversion.blocks] == [
+        ("fc1", 0.5, 0.8),
+        ("fc2", 0.2, 0.8),
+    ]
+    assert conversion.passed_over == ("drop1", "drop2")
+    assert conversion.blocks[0].parameters == {"negative_slope": 0.01}
+
+
+def test_bad_input():
+    conversion = conversion_of(convert(make(), "proxgd", pattern="all"))
+    with pytest.raises(ConversionError, match="has no act2, bn1, bn2, conv1, conv2"):
+        apply_conversion(nn.Sequential(nn.Linear(2, 2)), conversion)
+    with pytest.raises(ConversionError, match="converted already"):
+        apply_conversion(convert(make(), "proxgd"), conversion)
+    with pytest.raises(ConversionError, match="without a solver"):
+        conversion_of(make())
+    with pytest.raises(OptionError, match="format"):
+        Conversion.from_json(conversion.to_json().replace('"format": 1', '"format": 2'))
+    broken = make()
+    classes = [type(module) for module in broken.modules()]
+    with torch.no_grad():
+        broken.fc2.weight.fill_(torch.inf)
+    with pytest.raises(SolverPluginsError, match="finite"):
+        apply_conversion(broken, conversion)
+    assert [type(module) for module in broken.modules()] == classes
+
+
+class Algebraic(nn.Module):
+    """An activation of the user's."""
+
+    def forward(self, v):
+        return v / (1 + v * v).sqrt()
+
+
+def test_a_function_of_the_users_has_no_name():
+    declare_activation(Algebraic, Monotone(Algebraic()))
+    model = convert(make(act=Algebraic), "proxgd")
+    with pytest.raises(ConversionError, match="cannot be written down"):
+        conversion_of(model)
