@@ -7,6 +7,7 @@ what to do.
 
 import difflib
 import sys
+import types
 import warnings
 from collections.abc import Iterable
 
@@ -88,7 +89,8 @@ def did_you_mean(found: str, options: Iterable[str]) -> str:
 
 def warn(message: str, category: type[Warning]) -> None:
     """Warns at the line of the caller's own code: the first frame outside of this package and of torch."""
-    level, frame = 1, sys._getframe()
+    level = 1
+    frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("solver_plugins", "torch"):
-        level, frame = level + 1, frame.f_back  # type: ignore[assignment]
+        level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -27,6 +27,8 @@ WARM_UP = 40
 GENERIC_SHARE = 0.02
 """How much of a generic direction is mixed into the vectors; costs 0.04% of the estimate."""
 STEP_BUFFERS = ("L", "power_vectors", "power_quotient", "power_ratio", "certified_quotient")
+KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual")
+"""All buffers that keep their precision when the weights lose theirs."""
 
 
 class TrackedStep(Shell):
@@ -87,9 +89,9 @@ class TrackedStep(Shell):
             self._certify_if_moved()
             return self.L
         reference = self._reference()
-        (first, second), (_, vectors) = power_steps(kernel, self.geometry, self.power_vectors, 2, reference)
-        vectors = _mixed(vectors, real=self.geometry.dims == 0)
-        (third,), _ = power_steps(kernel, self.geometry, vectors, 1, reference)
+        (first, second, third), (_, vectors, _) = power_steps(
+            kernel, self.geometry, self.power_vectors, 3, reference, GENERIC_SHARE
+        )
         gain = (third / second.clamp_min(torch.finfo(third.dtype).tiny)).clamp(1.0, 2.0)
         estimate = torch.maximum(torch.maximum(second, third) * gain.square(), _largest_row(kernel, reference))
         estimate = estimate * self.power_ratio.clamp_min(1.0)
@@ -115,11 +117,10 @@ class TrackedStep(Shell):
         constant = lipschitz_from_kernel(kernel, self.geometry, method=method, diagonal=diagonal, tolerance=tolerance)
         # From the same start each time: what a block computes depends on its weights, not on their history.
         start = start_vectors(kernel, self.geometry)
-        quotients, steps = power_steps(kernel, self.geometry, start, WARM_UP, diagonal)
-        # The next step from these vectors gives this quotient again, exactly if the weights have not moved.
-        vectors = _mixed(steps[-1], real=self.geometry.dims == 0)
-        (quotient,), _ = power_steps(kernel, self.geometry, vectors, 1, diagonal)
-        best = torch.maximum(quotients[-1], _largest_row(kernel, diagonal))
+        quotients, steps = power_steps(kernel, self.geometry, start, WARM_UP, diagonal, GENERIC_SHARE)
+        # The vectors before the last step: a step from them gives this quotient again, unless the weights have moved.
+        quotient, vectors = quotients[-1], steps[-2]
+        best = torch.maximum(quotient, _largest_row(kernel, diagonal))
         ratio = torch.where(best > 0, constant / best.clamp_min(torch.finfo(constant.dtype).tiny), 1.0)
         return {
             "L": constant,
@@ -164,12 +165,24 @@ class TrackedStep(Shell):
 
     def _certify_if_moved(self) -> None:
         kernel = self._kernel().detach()
-        # Sharded (DTensor) weights have no values here, and weights that are not finite no constant: both keep L.
-        if kernel.is_meta or hasattr(kernel, "device_mesh"):
+        if not self._in_reach(kernel):
             return
-        tracked = _differ(self.power_quotient, self.certified_quotient)
-        if bool(_differ(self._quotient(kernel), self.power_quotient) | tracked) and bool(torch.isfinite(kernel).all()):
+        moved = _differ(self._quotient(kernel), self.power_quotient)
+        moved = moved | _differ(self.power_quotient, self.certified_quotient)
+        for name, value in self._new_reference(kernel).items():
+            moved = moved | _differ(value, getattr(self, name)).any()
+        # Weights that are not finite have no constant, and keep the one they had.
+        if bool(moved) and bool(torch.isfinite(kernel).all()):
             self.refresh_step()
+
+    def _in_reach(self, kernel: Tensor) -> bool:
+        """Whether the weights have values (not meta, not a shard) on the device of the buffers.
+
+        While a model moves to another device, a layer and the host of its solver stand apart for a moment.
+        """
+        return (
+            not (kernel.is_meta or self.L.is_meta or hasattr(kernel, "device_mesh")) and kernel.device == self.L.device
+        )
 
     def _quotient(self, kernel: Tensor) -> Tensor:
         return power_step(kernel, self.geometry, self.power_vectors, self._reference())[0]
@@ -183,29 +196,32 @@ class TrackedStep(Shell):
             self.refresh_step()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        before = {name: self._buffers[name] for name in STEP_BUFFERS if name in self._buffers}
-        known = bool(before) and not self._kernel().is_meta and not self.L.is_meta
-        settled = known and not bool(_differ(self._quotient(self._kernel().detach()), self.power_quotient))
+        before = {name: buffer for name, buffer in self._buffers.items() if name in KEPT_BUFFERS and buffer is not None}
+        kernel = self._kernel().detach()
+        known = "L" in before and self._in_reach(kernel)
+        settled = known and not bool(_differ(self._quotient(kernel), self.power_quotient))
         certified = known and not bool(_differ(self.power_quotient, self.certified_quotient))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             after = self._buffers[name]
             # Constants stay in float32 at least: as a half, L would overflow or lose its certificate.
-            if buffer is not None and after is not None and after.dtype.itemsize < 4:
+            if after is not None and after.dtype.itemsize < 4:
                 self._buffers[name] = buffer.to(after.device)
-        if settled and not self._kernel().is_meta and not self.L.is_meta:
+        kernel = self._kernel().detach()
+        if settled and self._in_reach(kernel):
             # The same weights in another dtype or on another device round differently, and have not moved.
-            self.power_quotient.copy_(self._quotient(self._kernel().detach()))
+            self.power_quotient.copy_(self._quotient(kernel))
             if certified:
                 self.certified_quotient.copy_(self.power_quotient)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, value in state_dict.items():
-            own = name.startswith(prefix) and name.removeprefix(prefix) in self._parameters
-            if own and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        for name in self._parameters:
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor) and not value.is_meta and not bool(torch.isfinite(value).all()):
                 # As torch does for a wrong shape: report (the last argument collects) and leave this layer as it is.
-                rest[-1].append(f"Expected finite weights for a solver block; found NaN or infinite ones in {name}.")
+                found = f"found NaN or infinite ones in {prefix}{name}"
+                rest[-1].append(f"Expected finite weights for a solver block; {found}.")
                 return
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -224,16 +240,6 @@ def _certify_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
 def _differ(one: Tensor, other: Tensor) -> Tensor:
     """Whether two quotients are of different weights: more apart than another order of summation puts them."""
     return ~((one - other).abs() <= 64 * torch.finfo(one.dtype).eps * other.abs())
-
-
-def _mixed(vectors: Tensor, real: bool) -> Tensor:
-    """Returns unit vectors with a share of a direction that is generic, and the same everywhere."""
-    index = torch.arange(vectors[0, 0].numel(), device=vectors.device, dtype=vectors.dtype)
-    generic = torch.cos(1.7 * index + 0.37 * (index % 97).square()).reshape(vectors.shape[2:])
-    if real:
-        generic = torch.stack([generic[:, 0], torch.zeros_like(generic[:, 0])], -1)
-    mixed = vectors + GENERIC_SHARE * generic / torch.linalg.vector_norm(generic)
-    return mixed / torch.linalg.vector_norm(mixed, dim=(2, 3), keepdim=True)
 
 
 def _largest_row(kernel: Tensor, diagonal: Tensor | None) -> Tensor:

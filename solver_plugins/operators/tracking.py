@@ -44,7 +44,12 @@ def power_step(
 
 @torch.no_grad()
 def power_steps(
-    kernel: Tensor, geometry: Geometry, vectors: Tensor, count: int, diagonal: Tensor | None = None
+    kernel: Tensor,
+    geometry: Geometry,
+    vectors: Tensor,
+    count: int,
+    diagonal: Tensor | None = None,
+    share: float = 0.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Takes ``count`` power steps ``v <- P P^H v / |P P^H v|`` at every frequency.
 
@@ -54,10 +59,12 @@ def power_steps(
         vectors: From :func:`start_vectors` or an earlier step.
         count: How many steps.
         diagonal: Follows ``diag(d) A`` instead.
+        share: How much of a generic direction is mixed into each new vector, so that no direction is ever lost.
 
     Returns:
         For each step the largest ``|P P^H v| / |v|`` as a 0-d tensor, a lower bound on the supremum that never falls
-        from step to step, and the new vectors. Weights of zero give zero and leave the vectors as they are.
+        from step to step (without a share), and the new vectors. Weights of zero give zero and leave the vectors as
+        they are.
     """
     quotients, results = [], []
     with autocast_off(kernel.device):
@@ -65,6 +72,8 @@ def power_steps(
         v = vectors.to(symbol.cos.dtype)
         for _ in range(count):
             quotient, v = symbol.step(v)
+            if share:
+                v = _mixed(v, share, real=geometry.dims == 0)
             quotients.append(quotient)
             results.append(v)
     return quotients, results
@@ -119,6 +128,16 @@ class _Symbol:
         real, imaginary = (sin @ v.flip(-1)).unbind(-1)
         turned = [-real, imaginary] if adjoint else [real, -imaginary]
         return straight + torch.stack(turned, -1)
+
+
+def _mixed(vectors: Tensor, share: float, real: bool) -> Tensor:
+    """Returns unit vectors with a share of a direction that is generic, and the same everywhere."""
+    index = torch.arange(vectors[0, 0].numel(), device=vectors.device, dtype=vectors.dtype)
+    generic = torch.cos(1.7 * index + 0.37 * (index % 97).square()).reshape(vectors.shape[2:])
+    if real:
+        generic = torch.stack([generic[:, 0], torch.zeros_like(generic[:, 0])], -1)
+    mixed = vectors + share * generic / torch.linalg.vector_norm(generic)
+    return mixed / torch.linalg.vector_norm(mixed, dim=(2, 3), keepdim=True)
 
 
 def _grid(kernel: Tensor, geometry: Geometry) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ from solver_plugins.registry import SOLVERS
 from solver_plugins.solvers import RateConfig, Solver
 from solver_plugins.surgery.errors import ConversionError
 from solver_plugins.surgery.match import match
-from solver_plugins.surgery.parts import Block
+from solver_plugins.surgery.parts import Block, DropoutPart
 from solver_plugins.surgery.record import record
 from solver_plugins.surgery.select import Chosen, NonProx, Selection, select
 from solver_plugins.surgery.targets import Targets
@@ -162,37 +162,34 @@ def plan_conversion(
     made.from_options(iters=iters, **options)
     blocks = match(record(model, example_inputs), model)
     selection = select(blocks, made, pattern, p, nonprox, last, targets, exclude, model=model)
-    selection = _within_reach(selection)
-    return Plan(solver, {"iters": iters, **options}, selection, tuple(blocks))
+    return Plan(solver, {"iters": iters, **options}, _within_reach(selection, made.samples), tuple(blocks))
 
 
-def _within_reach(selection: Selection) -> Selection:
+def _replaced(one: Chosen, samples: str) -> DropoutPart | None:
+    """Returns the dropout whose work the block's solver does: before the layer or, for coordinates, behind it."""
+    part = one.block.dropout
+    return part if part is not None and samples != "nothing" and part.after == (samples == "outputs") else None
+
+
+def _within_reach(selection: Selection, samples: str) -> Selection:
     """Leaves out blocks whose shared dropout other layers still need."""
     rejected, chosen = dict(selection.rejected), list(selection.chosen)
     while True:
+        parts = [(one, part) for one in chosen if (part := _replaced(one, samples)) is not None]
         calls: dict[int, set[int]] = {}
-        for one in chosen:
-            if one.p is not None and one.block.dropout is not None and one.block.dropout.module is not None:
-                calls.setdefault(id(one.block.dropout.module), set()).update(one.block.dropout.calls)
-        short = [
-            one
-            for one in chosen
-            if one.p is not None
-            and one.block.dropout is not None
-            and len(calls.get(id(one.block.dropout.module), ())) < one.block.dropout.sites
-        ]
+        for _, part in parts:
+            calls.setdefault(id(part.module), set()).update(part.calls)
+        short = [(one, part) for one, part in parts if len(calls[id(part.module)]) < part.sites]
         if not short:
             return Selection(tuple(chosen), rejected)
-        for one in short:
-            rejected[one.block.name] = (
-                f"its dropout {one.block.dropout.name!r} also serves a layer that is not converted"  # type: ignore[union-attr]
-            )
+        for one, part in short:
+            rejected[one.block.name] = f"its dropout {part.name!r} also serves a layer that is not converted"
             chosen.remove(one)
 
 
 def _taken_over(plan: Plan) -> list[str]:
     """Returns the names of the dropouts that the chosen blocks replace."""
-    parts = [one.block.dropout for one in plan.selection.chosen if one.p is not None]
+    parts = [_replaced(one, SOLVERS.get(plan.solver).samples) for one in plan.selection.chosen]
     return list(dict.fromkeys(part.name for part in parts if part is not None and part.name is not None))
 
 

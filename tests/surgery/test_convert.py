@@ -270,3 +270,26 @@ def test_a_norm_that_is_replaced_later_is_not_missed_in_silence():
         synced(X)
     with pytest.raises(SolverPluginsError, match="SyncBatchNorm"):
         convert(nn.SyncBatchNorm.convert_sync_batchnorm(make()), "proxgd", pattern="all")
+
+
+def test_coordinates_leave_a_dropout_before_the_layer_live():
+    model = convert(make(), "rcd", iters=3, p=0.3)
+    assert isinstance(model.fc1, SolverBlock) and type(model.drop1) is nn.Dropout
+
+
+def test_a_folded_norm_that_moves_alone():
+    """Weights stand still, running statistics and scales do not: evaluation still equals save and load."""
+    model = convert(make(), "proxgd", iters=4, pattern="all").train()
+    with torch.no_grad():
+        for _ in range(5):
+            model(3 * X + 1)
+        model.bn1.weight.mul_(2)
+    fresh = convert(make(), "proxgd", iters=4, pattern="all")
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(model.eval()(X), fresh.eval()(X))
+
+
+def test_constants_of_a_chain_keep_their_precision():
+    model = convert(make(), "proxgd", iters=3, pattern="all").eval().bfloat16()
+    assert model.bn1.L.dtype == model.bn1.diagonal_reference.dtype == torch.float32
+    assert torch.isfinite(model(X.bfloat16())).all()
