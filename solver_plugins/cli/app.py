@@ -1,0 +1,62 @@
+"""The command itself: its list of subcommands, and how errors are told.
+
+A mistake of the user (every :class:`~solver_plugins.errors.SolverPluginsError`) is one message on standard error and
+exit code 2; anything else is a defect of ours and keeps its traceback.
+"""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import typer
+
+from solver_plugins.errors import SolverPluginsError, did_you_mean
+
+COMMANDS: dict[str, str] = {}
+"""Each subcommand with its one-line help. ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``, a typer
+command; dashes in the name are underscores there. A group is a ``typer.Typer`` called ``app`` in that module."""
+
+
+class _LazyGroup(click.Group):
+    """Imports a subcommand's module only when that subcommand is used: ``--help`` stays fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        attribute = cmd_name.replace("-", "_")
+        module = importlib.import_module(f"solver_plugins.cli.{attribute}")
+        app = getattr(module, "app", None)
+        if app is None:
+            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app.command(cmd_name)(getattr(module, attribute))
+        made: Any = typer.main.get_command(app)
+        made.name = cmd_name
+        return made
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError:
+            ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], list(COMMANDS))}")
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Runs the command line and exits: 0 for success, 2 for a mistake of the user."""
+    from solver_plugins import __version__
+
+    group = _LazyGroup("solver-plugins", help="Turns layers of timm and Hugging Face models into optimisation solvers.")
+    group = click.version_option(__version__, prog_name="solver-plugins")(group)
+    try:
+        group.main(None if args is None else list(args), prog_name="solver-plugins")
+    except SolverPluginsError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(2)
