@@ -1,34 +1,27 @@
 """The shell that turns a layer into a solver block without ceasing to be that layer."""
 
 import copy
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from solver_plugins.blocks.made import made_class, take_off
-from solver_plugins.blocks.run import (
-    Activation,
-    OutputKind,
-    check_combination,
-    check_rank,
-    make_solver,
-    run_block,
-)
-from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
-from solver_plugins.errors import UnsupportedLayerError
-from solver_plugins.operators import Geometry, LinearOperator, operator_from_kernel, read_layer, reader_for
+from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
+from solver_plugins.blocks.made import made_class
+from solver_plugins.blocks.passthrough import mark_as_drawn
+from solver_plugins.blocks.run import Activation, OutputKind, make_solver, run_block
+from solver_plugins.operators import LinearOperator, operator_from_kernel, reader_for
 from solver_plugins.prox import prox_for
 from solver_plugins.solvers import Diagnostics, Solver
 
-RESERVED = {*STEP_BUFFERS, "residual", "geometry", "solver", "prior", "output", "activation"}
+_RESERVED = RESERVED | {"output", "activation"}
 
 
 _NAMED: dict[type[nn.Module], "type[SolverBlock]"] = {}
 
 
-class SolverBlock(TrackedStep):
+class SolverBlock(LayerBlock):
     """Mixin in front of a layer class: the layer's output becomes the argument of the last proximal map of a solve.
 
     The block *is* its layer: the same class (``isinstance``), the same Parameter objects, state-dict keys, hooks and
@@ -39,13 +32,7 @@ class SolverBlock(TrackedStep):
     Step sizes keep themselves up to date; see :mod:`solver_plugins.blocks.stepsize`.
     """
 
-    kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
-
-    weight: Tensor
-    bias: Any
-    solver: Solver
     output: OutputKind
-    residual: Tensor
 
     def __init_subclass__(cls, layer_class: type[nn.Module] | None = None, **keywords: Any):
         """Declares the plain class that a block class stands for, and how its weights are read."""
@@ -87,7 +74,7 @@ class SolverBlock(TrackedStep):
             output: "argument" of the activation (default), or its "value".
             **options: Options of the solver (``p``, ``lam``, ``formulation``, ...); an unknown one raises.
         """
-        made = _class_for(layer, cls)
+        made = shell_for(layer, cls, _RESERVED)
         block: Any = made.__new__(made)
         nn.Module.__init__(block)
         for name, value in vars(layer).items():
@@ -97,24 +84,16 @@ class SolverBlock(TrackedStep):
         return block
 
     def _set_up(self, activation: Activation, solver: Solver, output: OutputKind) -> None:
-        prior = prox_for(activation)
-        kernel, geometry = type(self).kernel_reader(self)
-        check_combination(solver, prior, output, kernel.shape[0], kernel.shape[1] * geometry.groups, geometry)
-        check_rank(solver, prior, kernel)
-        self.geometry, self.solver, self.prior, self.output = geometry, solver, prior, output
+        self._set_up_solver(prox_for(activation), solver, output)
+        self.output = output
         if output == "value" and isinstance(activation, nn.Module):
             # The block applies it, so the block owns it: its parameters train, move and save with the block.
             self.activation = activation
-        self._register_step(kernel)
-        if solver.implicit:
-            self.register_buffer("residual", torch.zeros_like(self.L), persistent=False)
-
-    def _kernel(self) -> Tensor:
-        return type(self).kernel_reader(self)[0]
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the solve's result (see the class's docstring)."""
-        return self._run(input)[0]
+        output = self._run(self._own_input(input))[0]
+        return mark_as_drawn(output) if self.routed and self.solver.samples == "outputs" else output
 
     def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
         """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.
@@ -154,6 +133,9 @@ class SolverBlock(TrackedStep):
             lambda: super(SolverBlock, self).forward(input),
             self._current_L(kernel) if self.solver.needs_constant else self.L,
             residual=self.residual if self.solver.implicit else None,
+            gain=self.gain,
+            blend=self.blend,
+            observer=self.observer,
             output=self.output,
             training=self.training,
             generator=generator,
@@ -162,7 +144,7 @@ class SolverBlock(TrackedStep):
 
     def extra_repr(self) -> str:
         """Returns the layer's own line, with activation and solver."""
-        return f"{super().extra_repr()}, activation={self.prior!r}, output={self.output!r}, solver={self.solver!r}"
+        return f"{super().extra_repr()}, output={self.output!r}"
 
 
 def install_block(
@@ -173,8 +155,7 @@ def install_block(
     Raises:
         SolverPluginsError: If it cannot be one; the layer is as it was then.
     """
-    made = _class_for(layer, SolverBlock)
-    layer.__class__ = made
+    layer.__class__ = shell_for(layer, SolverBlock, _RESERVED)
     block: SolverBlock = layer  # type: ignore[assignment]
     try:
         block._set_up(activation, solver, output)
@@ -186,42 +167,4 @@ def install_block(
 
 def remove_block(block: SolverBlock) -> nn.Module:
     """Turns an installed block into its plain layer again, where it stands."""
-    for name in RESERVED:
-        if hasattr(block, name):
-            delattr(block, name)
-    block._forget_step()
-    return take_off(block)
-
-
-def _class_for(layer: nn.Module, kind: type[SolverBlock]) -> type[SolverBlock]:
-    """Returns the class that turns a layer into a block of this kind, after all checks that need only the layer."""
-    if not isinstance(layer, nn.Module):
-        raise UnsupportedLayerError(f"Expected a layer (a torch.nn.Module); found {type(layer).__name__}.")
-    if isinstance(layer, SolverBlock):
-        raise UnsupportedLayerError(
-            f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
-        )
-    if "forward" in vars(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
-        raise UnsupportedLayerError(
-            f"This {type(layer).__name__} has a forward of its own on the instance, which would hide the solver: an "
-            "accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
-            "layer.compile() (make the block from a plain layer, then compile the block)."
-        )
-    taken = sorted(RESERVED & (vars(layer).keys() | layer._buffers.keys() | layer._modules.keys()))
-    if taken:
-        raise UnsupportedLayerError(
-            f"A solver block needs the names {', '.join(sorted(RESERVED))} for itself; this {type(layer).__name__} "
-            f"has {', '.join(taken)}."
-        )
-    parametrized = parametrize.is_parametrized(layer)
-    made = SolverBlock.class_for(type(layer).__bases__[0] if parametrized else type(layer))
-    if not issubclass(made, kind):
-        raise UnsupportedLayerError(
-            f"{kind.__name__} is made from a layer of its own kind; found {type(layer).__name__}."
-        )
-    read_layer(layer)
-    if parametrized:
-        # torch reads a parametrised weight through properties of a class made for this one layer.
-        members = {**vars(type(layer)), "plain_class": type(layer)}
-        made = type(f"Parametrized{made.__name__}", (made,), members)
-    return made
+    return strip(block, _RESERVED)

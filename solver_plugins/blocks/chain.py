@@ -1,7 +1,9 @@
 """Solvers behind a norm or a skip connection: linear -> norm (-> add) -> activation as one block (appendix J).
 
-The argument of the activation is only known at its end, so the solver sits there: in the norm, or in the activation
-module after a sum. It reads the weights of its linear layer, and takes that layer's input and output from a tap.
+The argument of the activation is only known at its end: behind the norm, or in the activation module after a sum. The
+solver belongs to the linear layer, like any other, and keeps that layer's input; an *outlet*, the norm or the
+activation, hands it the argument when it is known. Outlets hold nothing, so that one that is replaced (SyncBatchNorm)
+is simply made again.
 
 A norm over the batch scales the rows of ``A`` by ``d = gamma / sqrt(var + eps)``: batch statistics in training, running
 ones in evaluation. ``L`` is certified for a reference diagonal and scaled by ``max_i (d_i / dbar_i)^2``.
@@ -12,20 +14,19 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
-from solver_plugins.blocks.made import made_class, take_off
-from solver_plugins.blocks.run import check_combination, check_rank, run_block
-from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
-from solver_plugins.blocks.tap import Tap, install_tap, remove_tap
+from solver_plugins.blocks.fold import check_foldable, diagonal_of, normalised, running_diagonal
+from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
+from solver_plugins.blocks.made import Shell, made_class, take_off
+from solver_plugins.blocks.run import run_block
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
-from solver_plugins.operators import operator_from_kernel, rescaled_bound
-from solver_plugins.operators.layers import read_layer
+from solver_plugins.operators import operator_from_kernel, reader_for, rescaled_bound
 from solver_plugins.prox import Prior
 from solver_plugins.solvers import Solver, working_dtype
 
 Role = Literal["norm", "norm-activation", "activation"]
-RESERVED = {*STEP_BUFFERS, "diagonal_reference", "residual", "geometry", "solver", "prior", "role", "linear", "norm"}
+_RESERVED = RESERVED | {"diagonal_reference", "place", "role", "outlet", "norm", "stash"}
 SMALL_ROW = 0.05
 """A reference row is at least this share of the largest, so that a scale near zero may grow without voiding ``L``."""
 
@@ -51,42 +52,61 @@ def partner_of(name: str, modules: dict[str, nn.Module]) -> Partner:
     return Partner(modules[parent], child)
 
 
-class ChainBlock(TrackedStep):
-    """Mixin in front of the norm or activation at the end of a chain.
+@dataclass
+class Stash:
+    """Input, output and kernel of one call, until the outlet takes them. Copies and pickles of it are empty."""
+
+    call: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def take(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Returns the call and forgets it, so that no graph outlives its step."""
+        call, self.call = self.call, None
+        return call
+
+    def __deepcopy__(self, memo: Any) -> "Stash":
+        return Stash()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Stash, ()
+
+
+class ChainBlock(LayerBlock):
+    """Mixin in front of the class of the linear layer at the start of a chain.
+
+    The layer computes what it always did and keeps it; :meth:`finish` solves once the argument is known.
 
     Attributes:
-        role: What the module does itself: the "norm" (the activation follows), both ("norm-activation", as timm's
+        place: Where the layer itself stands.
+        role: What the outlet does itself: the "norm" (the activation follows), both ("norm-activation", as timm's
             BatchNormAct2d), or the "activation" (after a norm and a skip).
-        linear: The linear layer.
-        norm: The norm, if there is one and it is another module.
+        outlet: Where the argument is complete.
+        norm: The norm, if there is one and it is not the outlet.
+        stash: What the layer's last call computed.
     """
 
-    solver: Solver
-    prior: Prior
+    place: Partner
     role: Role
-    linear: Partner
+    outlet: Partner
     norm: Partner | None
+    stash: Stash
     diagonal_reference: Tensor
-    residual: Tensor
 
     @classmethod
     def class_for(cls, plain: type[nn.Module]) -> "type[ChainBlock]":
-        """Returns the class of a host of this kind."""
-        return made_class(cls, plain, "Solver")
+        """Returns the class of a layer of this kind at the start of a chain."""
+        return made_class(cls, plain, "Chained", kernel_reader=staticmethod(reader_for(plain)))
 
-    def _kernel(self) -> Tensor:
-        return read_layer(self.linear.module)[0]
-
-    def _norm_module(self) -> nn.Module | None:
+    def folded_norm(self) -> nn.Module | None:
+        """Returns the norm that is folded into the linear map."""
         if self.role != "activation":
-            return self
+            return self.outlet.module
         return None if self.norm is None else self.norm.module
 
     def _reference(self) -> Tensor | None:
-        return None if self._norm_module() is None else self.diagonal_reference
+        return None if self.folded_norm() is None else self.diagonal_reference
 
     def _new_reference(self, kernel: Tensor) -> dict[str, Tensor]:
-        norm = self._norm_module()
+        norm = self.folded_norm()
         if norm is None:
             return {}
         size = running_diagonal(norm, working_dtype(kernel.dtype)).abs()
@@ -95,123 +115,181 @@ class ChainBlock(TrackedStep):
         return {"diagonal_reference": torch.where(largest > 0, size.clamp_min(SMALL_ROW * largest), 1.0)}
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns what the module returned, with the solver's argument in place of the activation's."""
-        layer = self.linear.module
-        taken = layer.tap.take() if isinstance(layer, Tap) else None
-        if taken is None:
-            raise SolverPluginsError(
-                "A solver behind a norm or a skip ran without its linear layer: expected that layer to be called just "
-                "before, in the same forward pass."
-            )
-        u, y = taken
-        if self.role == "activation":
-            return super().forward(self._solve(input, u, y))
-        if self.role == "norm":
-            return self._solve(super().forward(input), u, y)
-        inner: Any = self
-        return inner.act(inner.drop(self._solve(nn.BatchNorm2d.forward(inner, input), u, y)))
+        """Returns the layer's output."""
+        self._find_outlet()
+        input = self._own_input(input)
+        if parametrize.is_parametrized(self):
+            # Some parametrisations change with every look (spectral_norm in training): look once.
+            with parametrize.cached():
+                output, kernel = super().forward(input), self._kernel()
+        else:
+            output, kernel = super().forward(input), self._kernel()
+        self.stash.call = (input, output, kernel)
+        return output
 
-    def _solve(self, c: Tensor, u: Tensor, y: Tensor) -> Tensor:
-        kernel = self._kernel()
-        norm = self._norm_module()
+    def _find_outlet(self) -> None:
+        """Makes the outlet again where the module in its place was replaced after the conversion."""
+        outlet = self.outlet.module
+        if isinstance(outlet, Outlet):
+            return
+        if torch.compiler.is_compiling():
+            raise SolverPluginsError(
+                f"A {type(outlet).__name__} was put in the place of a converted module. Run one forward pass, or call "
+                "refresh_steps(model), before the model is compiled."
+            )
+        install_outlet(self.outlet, self.role).chained = (self.place,)
+
+    def compute_step(self, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
+        if "outlet" in vars(self):
+            self._find_outlet()
+        return super().compute_step(method, tolerance)
+
+    def finish(self, argument: Tensor) -> Tensor | None:
+        """Returns the solver's argument in place of the plain one, or None if the layer has not been called."""
+        call = self.stash.take()
+        if call is None:
+            return None
+        u, y, kernel = call
+        norm = self.folded_norm()
         constant = self._current_L(kernel) if self.solver.needs_constant else self.L
         diagonal = None
         if norm is not None:
             diagonal = diagonal_of(norm, y, constant.dtype)
             constant = rescaled_bound(constant, diagonal.detach(), self.diagonal_reference)
         operator = operator_from_kernel(kernel, self.geometry, u.shape, diagonal=diagonal)
-        additive = c - operator.apply(u) if self.solver.samples == "inputs" else None
+        additive = argument - operator.apply(u) if self.solver.samples == "inputs" else None
         return run_block(
             self.solver,
             self.prior,
             operator,
             u,
             None,
-            lambda: c,
+            lambda: argument,
             constant,
             additive=additive,
-            dtype=c.dtype,
+            dtype=argument.dtype,
             residual=self.residual if self.solver.implicit else None,
+            gain=self.gain,
+            blend=self.blend,
+            observer=self.observer,
             training=self.training,
         )[0]
 
-    def extra_repr(self) -> str:
-        """Returns the module's own line, with activation and solver."""
-        return f"{super().extra_repr()}, activation={self.prior!r}, solver={self.solver!r}"
 
+class Outlet(Shell):
+    """Mixin in front of the class of a norm or activation in which the argument of a chain is complete.
 
-def running_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Returns ``gamma / sqrt(var + eps)`` with the running variance (ones where none is kept)."""
-    bn: Any = norm
-    var = torch.ones(bn.num_features, device=_device(bn)) if bn.running_var is None else bn.running_var
-    scale = torch.rsqrt(var.to(dtype) + bn.eps)
-    return scale if bn.weight is None else scale * bn.weight.detach().to(dtype)
+    Attributes:
+        role: See :class:`ChainBlock`.
+        chained: The linear layers that it serves: several for an activation module that is shared.
+        shared: Whether it is also called for no chain at all.
+    """
 
+    role: Role
+    chained: tuple[Partner, ...]
+    shared: bool
 
-def diagonal_of(norm: nn.Module, y: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the diagonal that the norm applies to ``y`` in its present mode, differentiable."""
-    bn: Any = norm
-    if isinstance(norm, nn.SyncBatchNorm) and norm.training:
-        raise UnsupportedLayerError(
-            "A solver is folded with this norm, which has become a SyncBatchNorm since: its statistics are spread over "
-            "processes. Keep BatchNorm in converted blocks, or leave blocks with norms out of the conversion."
+    @classmethod
+    def class_for(cls, plain: type[nn.Module]) -> "type[Outlet]":
+        """Returns the class of an outlet of this kind."""
+        return made_class(cls, plain, "Outlet")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns what the module returned, with the solver's argument in place of the activation's."""
+        if self.role == "activation":
+            return super().forward(self._finished(input))
+        if self.role == "norm":
+            return self._finished(super().forward(input))
+        inner: Any = self
+        return inner.act(inner.drop(self._finished(normalised(inner, input))))
+
+    def _finished(self, argument: Tensor) -> Tensor:
+        for partner in self.chained:
+            layer = partner.module
+            found = layer.finish(argument) if isinstance(layer, ChainBlock) else None
+            if found is not None:
+                return found
+        if self.shared:
+            # A call on behalf of another layer: none of the chains has begun.
+            return argument
+        raise SolverPluginsError(
+            "A solver behind a norm or a skip ran without its linear layer: expected that layer to be called just "
+            "before, in the same forward pass."
         )
-    if bn.training or bn.running_var is None:
-        var = y.to(dtype).var((0, *range(2, y.dim())), correction=0)
-    else:
-        var = bn.running_var.to(dtype)
-    scale = torch.rsqrt(var + bn.eps)
-    return scale if bn.weight is None else scale * bn.weight.to(dtype)
-
-
-def _device(module: nn.Module) -> torch.device | None:
-    return next((tensor.device for tensor in (*module.parameters(), *module.buffers())), None)
 
 
 def install_chain(
-    host: nn.Module, role: Role, linear: Partner, norm: Partner | None, prior: Prior, solver: Solver
+    layer: Partner,
+    outlet: Partner,
+    role: Role,
+    norm: Partner | None,
+    prior: Prior,
+    solver: Solver,
+    shared: bool = False,
 ) -> ChainBlock:
-    """Turns the end of a chain into a solver where it stands, and taps its linear layer.
+    """Turns the layer at the start of a chain into a solver where it stands, and opens its outlet.
+
+    Args:
+        layer: The linear layer.
+        outlet: The module in which the argument is complete.
+        role: What that module does.
+        norm: The norm, where it is not the outlet.
+        prior: Whose proximal map the activation is.
+        solver: How to solve.
+        shared: Whether the outlet is also called for no chain at all.
 
     Raises:
         SolverPluginsError: If it cannot be one; both modules are as they were then.
     """
-    folded = host if role != "activation" else None if norm is None else norm.module
-    if folded is not None and (not isinstance(folded, _BatchNorm) or isinstance(folded, nn.SyncBatchNorm)):
+    host = outlet.module
+    check_foldable(host if role != "activation" else None if norm is None else norm.module)
+    if isinstance(host, LayerBlock) or "forward" in vars(host):
         raise UnsupportedLayerError(
-            f"Expected a BatchNorm of one process, which is a diagonal; found {type(folded).__name__}."
+            f"This {type(host).__name__} is a solver or has a forward of its own on the instance already."
         )
-    if isinstance(host, TrackedStep) or "forward" in vars(host) or RESERVED & vars(host).keys():
-        raise UnsupportedLayerError(
-            f"This {type(host).__name__} hosts a solver, a forward of its own, or one of its names already."
-        )
-    kernel, geometry = read_layer(linear.module)
-    check_combination(solver, prior, "argument", kernel.shape[0], kernel.shape[1] * geometry.groups, geometry)
-    check_rank(solver, prior, kernel)
-    host.__class__ = ChainBlock.class_for(type(host))
-    block: ChainBlock = host  # type: ignore[assignment]
-    install_tap(linear.module)
+    module = layer.module
+    module.__class__ = shell_for(module, ChainBlock, _RESERVED)
+    block: ChainBlock = module  # type: ignore[assignment]
     try:
-        block.role, block.linear, block.norm = role, linear, norm
-        block.geometry, block.solver, block.prior = geometry, solver, prior
-        for name, value in block._new_reference(kernel).items():
-            block.register_buffer(name, value, persistent=False)
-        block._register_step(kernel)
-        if solver.implicit:
-            block.register_buffer("residual", torch.zeros_like(block.L), persistent=False)
+        block.place, block.role, block.outlet, block.norm, block.stash = layer, role, outlet, norm, Stash()
+        opened = install_outlet(outlet, role)
+        opened.chained, opened.shared = (*opened.chained, layer), opened.shared or shared
+        block._set_up_solver(prior, solver, "argument")
     except BaseException:
         remove_chain(block)
         raise
     return block
 
 
+def install_outlet(place: Partner, role: Role) -> Outlet:
+    """Opens an outlet where a module stands."""
+    module = place.module
+    if not isinstance(module, Outlet):
+        module.__class__ = Outlet.class_for(type(module))
+        made: Outlet = module  # type: ignore[assignment]
+        made.role, made.chained, made.shared = role, (), False
+        made.register_load_state_dict_post_hook(_certify_chains)
+        return made
+    return module
+
+
+def _certify_chains(module: nn.Module, incompatible_keys: Any) -> None:
+    # The layer loads before its norm, so its constant may belong to the norm's old scales.
+    assert isinstance(module, Outlet)
+    for partner in module.chained:
+        layer = partner.module
+        if isinstance(layer, ChainBlock):
+            layer.certify_if_moved()
+
+
 def remove_chain(block: ChainBlock) -> nn.Module:
-    """Makes host and linear layer plain again, where they stand."""
-    layer = block.linear.module
-    if isinstance(layer, Tap):
-        remove_tap(layer)
-    for name in RESERVED:
-        if name in vars(block) or name in block._buffers:
-            delattr(block, name)
-    block._forget_step()
-    return take_off(block)
+    """Makes the linear layer and its outlet plain again, where they stand."""
+    outlet = block.outlet.module
+    if isinstance(outlet, Outlet):
+        for name in ("role", "chained", "shared"):
+            delattr(outlet, name)
+        hooks = outlet._load_state_dict_post_hooks
+        for key in [key for key, hook in hooks.items() if hook is _certify_chains]:
+            del hooks[key]
+        take_off(outlet)
+    return strip(block, _RESERVED)

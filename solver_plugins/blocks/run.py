@@ -12,7 +12,7 @@ from solver_plugins.gradients import differentiable_solve
 from solver_plugins.operators import Geometry, LinearOperator
 from solver_plugins.prox import Prior
 from solver_plugins.registry import SOLVERS
-from solver_plugins.solvers import BlockProblem, Diagnostics, Draws, Solver, working_dtype
+from solver_plugins.solvers import BlockProblem, Diagnostics, Draws, Solution, Solver, working_dtype
 
 Activation = nn.Module | Callable[..., Tensor] | str | Prior | None
 OutputKind = Literal["argument", "value"]
@@ -117,6 +117,9 @@ def run_block(
     additive: Tensor | None = None,
     dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
+    gain: Tensor | None = None,
+    blend: Tensor | None = None,
+    observer: Callable[[Tensor, int], Tensor | None] | None = None,
     output: str = "argument",
     training: bool = True,
     generator: torch.Generator | None = None,
@@ -136,6 +139,9 @@ def run_block(
         additive: All that is added to ``A u``, where bias and skip are not known apart; ``layer`` includes it.
         dtype: Of the result; by default that of the plain layer's output.
         residual: A 0-d buffer that receives the residual of an implicit solve.
+        gain: One factor per output feature on the last argument.
+        blend: ``a`` in ``(1 - a) v_1 + a v_K``, a 0-d tensor; None is one.
+        observer: Sees the last argument and the dimension of its features, and returns the gain to use.
         output: The "argument" of the activation, or its "value".
         training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
         generator: Source of the draws; the global one by default.
@@ -170,6 +176,24 @@ def run_block(
         formulation=solver.config.formulation,
     )
     draws = Draws(generator) if sampling else None
-    solution = differentiable_solve(solver, problem, draws=draws, diagnose=diagnose, residual=residual)
-    result = solution.argument if output == "argument" else solution.value
+    solution = differentiable_solve(
+        solver, problem, draws=draws, diagnose=diagnose, residual=residual, keep_first=blend is not None
+    )
+    if observer is not None:
+        gain = observer(solution.argument, operator.feature_dim)
+    if gain is None and blend is None:
+        result = solution.argument if output == "argument" else solution.value
+    else:
+        result = _rescaled(solution, operator, gain, blend)
+        result = result if output == "argument" else prior.prox(result, 1.0)
     return result.to(dtype), solution.diagnostics
+
+
+def _rescaled(solution: Solution, operator: LinearOperator, gain: Tensor | None, blend: Tensor | None) -> Tensor:
+    last = solution.argument
+    if gain is not None:
+        last = last * operator.per_feature(gain).to(last.dtype)
+    if blend is None:
+        return last
+    assert solution.first is not None
+    return torch.lerp(solution.first, last, blend.to(last.dtype))

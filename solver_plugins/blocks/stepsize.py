@@ -27,7 +27,7 @@ WARM_UP = 40
 GENERIC_SHARE = 0.02
 """How much of a generic direction is mixed into the vectors; costs 0.04% of the estimate."""
 STEP_BUFFERS = ("L", "power_vectors", "power_quotient", "power_ratio", "certified_quotient")
-KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual")
+KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "gain", "blend")
 """All buffers that keep their precision when the weights lose theirs."""
 
 
@@ -86,7 +86,7 @@ class TrackedStep(Shell):
         kernel = kernel.detach()
         looking = not self.training and kernel.device.type == "cpu" and not torch.compiler.is_compiling()
         if looking and self.certify_in_evaluation:
-            self._certify_if_moved()
+            self.certify_if_moved()
             return self.L
         reference = self._reference()
         (first, second, third), (_, vectors, _) = power_steps(
@@ -160,10 +160,11 @@ class TrackedStep(Shell):
         """Sets the mode; for evaluation ``L`` is certified anew if the weights have moved."""
         super().train(mode)
         if not mode and "L" in self._buffers and self.certify_in_evaluation:
-            self._certify_if_moved()
+            self.certify_if_moved()
         return self
 
-    def _certify_if_moved(self) -> None:
+    def certify_if_moved(self) -> None:
+        """Certifies ``L`` anew if the weights, or a folded norm, are not those of the last certificate."""
         kernel = self._kernel().detach()
         if not self._in_reach(kernel):
             return

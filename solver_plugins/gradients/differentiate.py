@@ -13,13 +13,15 @@ def differentiable_solve(
     draws: Draws | None = None,
     diagnose: bool = False,
     residual: Tensor | None = None,
+    keep_first: bool = False,
 ) -> Solution:
     """Solves a block problem so that gradients reach its input, weights, bias and prior.
 
     Unrolled (autograd through every iteration, any order of derivatives) unless the solver's config says
     ``gradient="implicit"`` (first derivatives only; a second one is refused). An implicit solve writes its
-    residual into the 0-d buffer ``residual``, if there is one.
+    residual into the 0-d buffer ``residual``, if there is one. ``keep_first`` also returns the argument of the first
+    iterate.
     """
     if solver.implicit:
-        return solve_implicit(solver, problem, diagnose=diagnose, residual=residual)
-    return solve(solver, problem, draws=draws, diagnose=diagnose)
+        return solve_implicit(solver, problem, diagnose=diagnose, residual=residual, keep_first=keep_first)
+    return solve(solver, problem, draws=draws, diagnose=diagnose, keep_first=keep_first)

@@ -51,7 +51,12 @@ class _AdjointSolve(torch.autograd.Function):
 
 
 def solve_implicit(
-    solver: Solver, problem: BlockProblem, *, diagnose: bool = False, residual: Tensor | None = None
+    solver: Solver,
+    problem: BlockProblem,
+    *,
+    diagnose: bool = False,
+    residual: Tensor | None = None,
+    keep_first: bool = False,
 ) -> Solution:
     """Solves without recording, then attaches the gradient of the fixed point.
 
@@ -60,15 +65,20 @@ def solve_implicit(
         problem: The problem; gradients reach its input, weights, bias and the prior's parameters.
         diagnose: As in :func:`solver_plugins.solvers.solve`.
         residual: A 0-d buffer that receives the largest residual of the batch, also in a compiled graph.
+        keep_first: As in :func:`solver_plugins.solvers.solve`.
     """
     # The layer's output is computed once and kept: it must be recorded.
     _ = problem.output
+    first = None
+    if keep_first:
+        first = solver.argument(problem, solver.step(problem, solver.init(problem), 0, None))
     with torch.no_grad():
         solution = solve(solver, problem, diagnose=diagnose)
         found = problem.residual(solution.value)
         worst = found.amax() if found.numel() else found.new_zeros(())
         if residual is not None:
             residual.copy_(worst)
+    solution = dataclasses.replace(solution, first=first)
     if not torch.is_grad_enabled():
         return solution
     config = solver.config
@@ -79,7 +89,7 @@ def solve_implicit(
             "gradient='unrolled'.",
             NotConvergedWarning,
         )
-        return solve(solver, problem, diagnose=diagnose)
+        return solve(solver, problem, diagnose=diagnose, keep_first=keep_first)
     # Everything that T depends on, except v itself, is live here. The value stays that of the solve itself, so that
     # training, evaluation and the unrolled mode agree to the last bit; only the derivative is that of T.
     v = solution.state.v
@@ -92,7 +102,7 @@ def solve_implicit(
     image = problem.descend(x, problem.gradient(x), problem.step)
     system = AdjointSystem.at(_detached(problem), v)
     attached = v + _AdjointSolve.apply(image - image.detach(), lambda w: _adjoint(solver, system, w))
-    return Solution(solver, problem, State(attached, problem.step), solution.diagnostics)
+    return Solution(solver, problem, State(attached, problem.step), solution.diagnostics, first)
 
 
 def _adjoint(solver: Solver, system: AdjointSystem, w: Tensor) -> Tensor:

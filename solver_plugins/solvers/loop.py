@@ -38,12 +38,14 @@ class Solution:
         problem: What was solved.
         state: The solver's last state.
         diagnostics: How it went, where that was asked for.
+        first: The argument of the first iterate, where that was asked for: the plain block's.
     """
 
     solver: Solver
     problem: BlockProblem
     state: Any
     diagnostics: Diagnostics | None = None
+    first: Tensor | None = None
 
     @property
     def argument(self) -> Tensor:
@@ -56,7 +58,14 @@ class Solution:
         return self.solver.value(self.problem, self.state)
 
 
-def solve(solver: Solver, problem: BlockProblem, *, draws: Draws | None = None, diagnose: bool = False) -> Solution:
+def solve(
+    solver: Solver,
+    problem: BlockProblem,
+    *,
+    draws: Draws | None = None,
+    diagnose: bool = False,
+    keep_first: bool = False,
+) -> Solution:
     """Runs ``solver.config.iters`` iterations from ``x_0 = 0``.
 
     The number of iterations is fixed: a stopping rule would make a sample's result depend on its batch.
@@ -66,11 +75,15 @@ def solve(solver: Solver, problem: BlockProblem, *, draws: Draws | None = None, 
         problem: The problem.
         draws: Randomness for a sampling solver; None runs it with full gradients and the same steps.
         diagnose: Record objective and residual of every iterate (about doubles the cost).
+        keep_first: Also return the argument of the first iterate.
     """
     state = solver.init(problem)
+    first = None
     objectives, residuals = [], []
     for iteration in range(solver.config.iters):
         state = solver.step(problem, state, iteration, draws)
+        if keep_first and iteration == 0:
+            first = solver.argument(problem, state)
         if diagnose:
             with torch.no_grad():
                 x = solver.value(problem, state)
@@ -79,4 +92,4 @@ def solve(solver: Solver, problem: BlockProblem, *, draws: Draws | None = None, 
     diagnostics = None
     if diagnose:
         diagnostics = Diagnostics(torch.stack(objectives), torch.stack(residuals), solver.config.iters)
-    return Solution(solver, problem, state, diagnostics)
+    return Solution(solver, problem, state, diagnostics, first)

@@ -1,6 +1,12 @@
 """From a model to its blocks: record a forward pass, match patterns, select what to convert."""
 
-from solver_plugins.surgery.conversion import BlockRecord, Conversion, apply_conversion, conversion_of
+from solver_plugins.surgery.conversion import (
+    BlockRecord,
+    Conversion,
+    apply_conversion,
+    conversion_of,
+    settle_conversion,
+)
 from solver_plugins.surgery.convert import Plan, convert_model, plan_conversion, revert_model
 from solver_plugins.surgery.errors import ConversionError, RecordError, TargetError
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for
@@ -54,5 +60,6 @@ __all__ = [
     "record",
     "revert_model",
     "select",
+    "settle_conversion",
     "without_activation",
 ]

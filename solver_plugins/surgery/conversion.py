@@ -4,21 +4,24 @@ import dataclasses
 from typing import Any, Literal
 
 import pydantic
+import torch
 from torch import nn
 
 from solver_plugins.blocks import (
     ChainBlock,
+    LayerBlock,
     PassThrough,
+    RoutedDropout,
     SolverBlock,
     install_block,
     install_chain,
     install_pass_through,
+    install_route,
+    partner_of,
 )
-from solver_plugins.blocks.chain import partner_of
 from solver_plugins.config import StrictConfig
-from solver_plugins.prox import PRIORS, Prior, make_prior, prox_for
+from solver_plugins.prox import PRIORS, make_prior, prox_for
 from solver_plugins.registry import SOLVERS
-from solver_plugins.solvers import Solver
 from solver_plugins.surgery.convert import refuse_wrapped, restore
 from solver_plugins.surgery.errors import ConversionError
 
@@ -35,6 +38,10 @@ class BlockRecord(StrictConfig):
     prior: str = pydantic.Field(description="Registered name of the prior.")
     parameters: dict[str, float] = pydantic.Field(default_factory=dict, description="The prior's parameters.")
     partner: str | None = pydantic.Field(None, description="Name of the activation module whose parameters it reads.")
+    shared: bool = pydantic.Field(False, description="Whether the host, an activation, serves others, too.")
+    routed: bool = pydantic.Field(False, description="Whether it undoes a dropout that serves others, too.")
+    blend: float = pydantic.Field(1.0, ge=0, le=1, description="How much of the solver there is.")
+    gain: tuple[float, ...] | None = pydantic.Field(None, description="Calibrated factors, one per output feature.")
 
 
 class Conversion(StrictConfig):
@@ -43,6 +50,7 @@ class Conversion(StrictConfig):
     format: Literal[1] = pydantic.Field(1, description="Version of this form.")
     blocks: tuple[BlockRecord, ...] = pydantic.Field(description="The converted blocks.")
     passed_over: tuple[str, ...] = pydantic.Field((), description="Names of the dropouts that solvers replace.")
+    routed: tuple[str, ...] = pydantic.Field((), description="Names of the dropouts that solvers share with layers.")
 
 
 def conversion_of(model: nn.Module) -> Conversion:
@@ -52,19 +60,17 @@ def conversion_of(model: nn.Module) -> Conversion:
         ConversionError: If it is not converted, or a prior is a function of the user's, which has no name.
     """
     names = {id(module): name for name, module in model.named_modules()}
-    blocks, passed_over = [], []
+    blocks, passed_over, routed = [], [], []
     for name, module in model.named_modules():
-        if isinstance(module, SolverBlock):
-            blocks.append(_record(name, name, "layer", None, module.solver, module.prior, names))
-        elif isinstance(module, ChainBlock):
-            layer = names[id(module.linear.module)]
-            norm = None if module.norm is None else names[id(module.norm.module)]
-            blocks.append(_record(layer, name, module.role, norm, module.solver, module.prior, names))
+        if isinstance(module, (SolverBlock, ChainBlock)):
+            blocks.append(_record(name, module, names))
         elif isinstance(module, PassThrough):
             passed_over.append(name)
+        elif isinstance(module, RoutedDropout):
+            routed.append(name)
     if not blocks:
         raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
-    return Conversion(blocks=tuple(blocks), passed_over=tuple(passed_over))
+    return Conversion(blocks=tuple(blocks), passed_over=tuple(passed_over), routed=tuple(routed))
 
 
 def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
@@ -77,7 +83,8 @@ def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
     refuse_wrapped(model)
     modules = dict(model.named_modules())
     needed = [name for block in conversion.blocks for name in (block.layer, block.host, block.norm, block.partner)]
-    missing = sorted({name for name in (*needed, *conversion.passed_over) if name is not None and name not in modules})
+    needed += [*conversion.passed_over, *conversion.routed]
+    missing = sorted({name for name in needed if name is not None and name not in modules})
     if missing:
         found = ", ".join(missing[:5])
         raise ConversionError(
@@ -90,28 +97,46 @@ def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
                 prior = make_prior(block.prior, **block.parameters)
             else:
                 prior = prox_for(modules[block.partner])
+            made: LayerBlock
             if block.role == "layer":
-                install_block(modules[block.layer], prior, solver)
+                made = install_block(modules[block.layer], prior, solver)
             else:
+                layer, host = partner_of(block.layer, modules), partner_of(block.host, modules)
                 norm = None if block.norm is None else partner_of(block.norm, modules)
-                install_chain(modules[block.host], block.role, partner_of(block.layer, modules), norm, prior, solver)
+                made = install_chain(layer, host, block.role, norm, prior, solver, block.shared)
+            made.routed = block.routed
+        settle_conversion(model, conversion)
         for name in conversion.passed_over:
             install_pass_through(modules[name])
+        for name in conversion.routed:
+            install_route(modules[name])
     except BaseException:
         restore(model)
         raise
     return model
 
 
-def _record(
-    layer: str,
-    host: str,
-    role: Literal["layer", "norm", "norm-activation", "activation"],
-    norm: str | None,
-    solver: Solver,
-    prior: Prior,
-    names: dict[int, str],
-) -> BlockRecord:
+def settle_conversion(model: nn.Module, conversion: Conversion) -> None:
+    """Writes what a conversion keeps outside of the weights, gains and blends, into a converted model.
+
+    For a model that was converted on the meta device, whose buffers have no values, call it again after loading.
+    """
+    modules = dict(model.named_modules())
+    for block in conversion.blocks:
+        made = modules[block.layer]
+        assert isinstance(made, LayerBlock)
+        made.set_gain(None if block.gain is None else torch.tensor(block.gain, dtype=torch.float64))
+        made.set_blend(block.blend)
+
+
+def _record(name: str, block: SolverBlock | ChainBlock, names: dict[int, str]) -> BlockRecord:
+    solver, prior, host = block.solver, block.prior, name
+    role: Literal["layer", "norm", "norm-activation", "activation"] = "layer"
+    norm, shared = None, False
+    if isinstance(block, ChainBlock):
+        outlet = block.outlet.module
+        role, host, shared = block.role, names[id(outlet)], bool(getattr(outlet, "shared", False))
+        norm = None if block.norm is None else names[id(block.norm.module)]
     partner = names.get(id(getattr(prior, "module", None)))
     parameters: dict[str, Any] = {}
     if partner is None:
@@ -125,7 +150,7 @@ def _record(
         if wrong:
             raise ConversionError(f"{host}: {', '.join(wrong)} of the prior {prior.name!r} cannot be written down.")
     return BlockRecord(
-        layer=layer,
+        layer=name,
         host=host,
         role=role,
         norm=norm,
@@ -134,4 +159,8 @@ def _record(
         prior=prior.name,
         parameters=parameters,
         partner=partner,
+        shared=shared,
+        routed=block.routed,
+        blend=1.0 if block.blend is None else float(block.blend),
+        gain=None if block.gain is None else tuple(block.gain.tolist()),
     )

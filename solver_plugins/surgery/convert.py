@@ -10,17 +10,21 @@ from torch import nn
 
 from solver_plugins.blocks import (
     ChainBlock,
+    LayerBlock,
     PassThrough,
+    RoutedDropout,
     SolverBlock,
     TrackedStep,
     install_block,
     install_chain,
     install_pass_through,
+    install_route,
+    partner_of,
     remove_block,
     remove_chain,
     take_off,
 )
-from solver_plugins.blocks.chain import Role, partner_of
+from solver_plugins.blocks.chain import Role
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import prox_for
 from solver_plugins.registry import SOLVERS
@@ -49,12 +53,14 @@ class Plan:
         options: Its options, without the rate ``p``, which each block has of its own.
         selection: Which blocks are converted, and why the others are not.
         blocks: All blocks of the model.
+        blend: How much of the solver there is in each block.
     """
 
     solver: str
     options: dict[str, Any]
     selection: Selection
     blocks: tuple[Block, ...]
+    blend: float = 1.0
 
     def solver_for(self, one: Chosen) -> Solver:
         """Returns the solver of one block, with that block's rate."""
@@ -74,6 +80,7 @@ def convert_model(
     p: float | None = None,
     nonprox: NonProx = "keep",
     last: bool | None = None,
+    blend: float = 1.0,
     example_inputs: Any = None,
     inplace: bool = True,
     **options: Any,
@@ -94,6 +101,9 @@ def convert_model(
         nonprox: What to do with an activation that is no proximal map: "keep" it behind a block with ``g = 0``, or
             "skip" the block.
         last: True also converts the classifier, False never does; None leaves it to the patterns.
+        blend: ``a`` in ``(1 - a) v_1 + a v_K``: 0 is the original network, 1 the solver. A pretrained network starts
+            finetuning close to where it was with a small one, or after :func:`solver_plugins.calibrate`; see
+            :func:`solver_plugins.set_blend` for a schedule.
         example_inputs: A tensor, tuple or mapping for the recorded forward pass.
         inplace: False converts a copy.
         **options: Options of the solver; an unknown one raises.
@@ -110,7 +120,7 @@ def convert_model(
     """
     plan = plan_conversion(
         model, solver, iters, targets=targets, exclude=exclude, pattern=pattern, p=p, nonprox=nonprox, last=last,
-        example_inputs=example_inputs, **options,
+        blend=blend, example_inputs=example_inputs, **options,
     )  # fmt: skip
     if not plan.selection.chosen:
         raise ConversionError(
@@ -120,10 +130,15 @@ def convert_model(
         model = copy.deepcopy(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     try:
+        passed_over, routed = _taken_over(plan)
         for one in plan.selection.chosen:
-            _install(one.block, modules, plan.solver_for(one))
-        for name in _taken_over(plan):
+            layer = _install(one.block, modules, plan.solver_for(one))
+            layer.routed = one.block.name in routed
+            layer.set_blend(blend)
+        for name in passed_over:
             install_pass_through(modules[name])
+        for name in routed.values():
+            install_route(modules[name])
     except BaseException:
         restore(model)
         raise
@@ -152,6 +167,7 @@ def plan_conversion(
     p: float | None = None,
     nonprox: NonProx = "keep",
     last: bool | None = None,
+    blend: float = 1.0,
     example_inputs: Any = None,
     **options: Any,
 ) -> Plan:
@@ -160,9 +176,11 @@ def plan_conversion(
     made: type[Solver] = SOLVERS.get(solver)
     # Wrong options are told before a large model is walked.
     made.from_options(iters=iters, **options)
+    if not 0 <= blend <= 1:
+        raise OptionError(f"Expected a blend in [0, 1]; found {blend!r}.")
     blocks = match(record(model, example_inputs), model)
     selection = select(blocks, made, pattern, p, nonprox, last, targets, exclude, model=model)
-    return Plan(solver, {"iters": iters, **options}, _within_reach(selection, made.samples), tuple(blocks))
+    return Plan(solver, {"iters": iters, **options}, _within_reach(selection, made.samples), tuple(blocks), blend)
 
 
 def _replaced(one: Chosen, samples: str) -> DropoutPart | None:
@@ -172,42 +190,56 @@ def _replaced(one: Chosen, samples: str) -> DropoutPart | None:
 
 
 def _within_reach(selection: Selection, samples: str) -> Selection:
-    """Leaves out blocks whose shared dropout other layers still need."""
+    """Leaves out blocks that meet their shared dropout only through a view, while other layers still need it."""
     rejected, chosen = dict(selection.rejected), list(selection.chosen)
     while True:
-        parts = [(one, part) for one in chosen if (part := _replaced(one, samples)) is not None]
-        calls: dict[int, set[int]] = {}
-        for _, part in parts:
-            calls.setdefault(id(part.module), set()).update(part.calls)
-        short = [(one, part) for one, part in parts if len(calls[id(part.module)]) < part.sites]
+        short = [one for one, part in _still_needed(chosen, samples) if not part.direct]
         if not short:
             return Selection(tuple(chosen), rejected)
-        for one, part in short:
-            rejected[one.block.name] = f"its dropout {part.name!r} also serves a layer that is not converted"
+        for one in short:
+            part = _replaced(one, samples)
+            assert part is not None
+            rejected[one.block.name] = (
+                f"its dropout {part.name!r} also serves a layer that is not converted, and shape operations stand "
+                "between it and this layer; convert the other one too"
+            )
             chosen.remove(one)
 
 
-def _taken_over(plan: Plan) -> list[str]:
-    """Returns the names of the dropouts that the chosen blocks replace."""
-    parts = [_replaced(one, SOLVERS.get(plan.solver).samples) for one in plan.selection.chosen]
-    return list(dict.fromkeys(part.name for part in parts if part is not None and part.name is not None))
+def _still_needed(chosen: list[Chosen], samples: str) -> list[tuple[Chosen, DropoutPart]]:
+    """Returns the blocks whose dropout also serves layers that are not converted."""
+    parts = [(one, part) for one in chosen if (part := _replaced(one, samples)) is not None]
+    calls: dict[int, set[int]] = {}
+    for _, part in parts:
+        calls.setdefault(id(part.module), set()).update(part.calls)
+    return [(one, part) for one, part in parts if len(calls[id(part.module)]) < part.sites]
 
 
-def _install(block: Block, modules: dict[str, nn.Module], solver: Solver) -> None:
-    """Puts a solver where a block's argument is complete: into its layer, its norm, or its activation."""
+def _taken_over(plan: Plan) -> tuple[list[str], dict[str, str]]:
+    """Returns the names of the dropouts that chosen blocks replace, and for each block that shares one its dropout."""
+    chosen, samples = list(plan.selection.chosen), SOLVERS.get(plan.solver).samples
+    routed = {one.block.name: part.name for one, part in _still_needed(chosen, samples) if part.name is not None}
+    parts = [_replaced(one, samples) for one in chosen]
+    names = dict.fromkeys(part.name for part in parts if part is not None and part.name is not None)
+    return [name for name in names if name not in routed.values()], routed
+
+
+def _install(block: Block, modules: dict[str, nn.Module], solver: Solver) -> LayerBlock:
+    """Puts a solver into a layer, and an outlet where its argument is complete: its norm, or its activation."""
     prior = block.prior
     assert prior is not None
     if prior.learnable and block.activation is not None and block.activation.name is not None:
         # The prior reads a module (PReLU): the one of this model, which may be a copy of the one that was walked.
         prior = prox_for(modules[block.activation.name])
     if block.host == "linear":
-        install_block(modules[block.name], prior, solver)
-        return
+        return install_block(modules[block.name], prior, solver)
     norm = None if block.norm is None else partner_of(block.norm.name, modules)
     role: Role = "activation"
     if block.host == "norm":
         role = "norm-activation" if block.norm is not None and block.norm.holds_activation else "norm"
-    install_chain(modules[block.host_name], role, partner_of(block.name, modules), norm, prior, solver)
+    layer, outlet = partner_of(block.name, modules), partner_of(block.host_name, modules)
+    shared = block.activation is not None and block.activation.ownership == "shared" and role == "activation"
+    return install_chain(layer, outlet, role, norm if role == "activation" else None, prior, solver, shared)
 
 
 def restore(model: nn.Module) -> bool:
@@ -220,7 +252,7 @@ def restore(model: nn.Module) -> bool:
         elif isinstance(module, ChainBlock):
             remove_chain(module)
             found = True
-        elif isinstance(module, PassThrough):
+        elif isinstance(module, (PassThrough, RoutedDropout)):
             take_off(module)
     return found
 

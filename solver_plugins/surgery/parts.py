@@ -38,6 +38,7 @@ class DropoutPart:
         sites: How often it is called in one forward pass.
         calls: Indices of the calls that belong to this block, one for each call of the linear layer.
         after: Whether it stands behind the linear layer instead of before it.
+        direct: Whether layer and dropout hand each other one and the same tensor, without a view between.
     """
 
     name: str | None
@@ -47,6 +48,7 @@ class DropoutPart:
     sites: int
     calls: tuple[int, ...]
     after: bool = False
+    direct: bool = True
 
 
 @dataclass(frozen=True)

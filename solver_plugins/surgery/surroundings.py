@@ -10,7 +10,7 @@ from solver_plugins.errors import SolverPluginsError
 from solver_plugins.prox import IdentityPrior, Prior, prox_for
 from solver_plugins.surgery.composite import find_composite
 from solver_plugins.surgery.graph import Graph, Step
-from solver_plugins.surgery.parts import ActivationPart, DropoutPart, NormPart, Pattern, SkipPart
+from solver_plugins.surgery.parts import ActivationPart, DropoutPart, NormPart, Ownership, Pattern, SkipPart
 from solver_plugins.surgery.record import Call, Ref
 
 _FOLDED_NORMS = frozenset({"BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d"})
@@ -234,19 +234,27 @@ def _take_skip(graph: Graph, found: Surroundings, step: Step, pattern: Pattern) 
     assert found.activation is not None
     if found.prior is not None and found.activation.ownership == "functional":
         found.reasons.append("functional activation after a skip: no module to host the sum")
-    elif found.prior is not None and found.activation.ownership == "shared":
+    elif found.prior is not None and _called_between(graph, found):
         found.reasons.append(
-            f"the activation {found.activation.name!r} after the skip is shared ({found.activation.sites} calls): "
-            "the module that would host the sum serves others, too"
+            f"the activation {found.activation.name!r} after the skip is also called between the layer and the sum, so "
+            "it could not tell its calls apart"
         )
     elif found.prior is not None and (step.reshaped or behind.reshaped):
         found.reasons.append("shape operations between the layer, the skip and the activation")
     return True
 
 
+def _called_between(graph: Graph, found: Surroundings) -> bool:
+    """Whether the activation module is called for something else while this layer waits for its sum."""
+    assert found.activation is not None
+    end = found.activation.calls[0]
+    return any(call.name == found.activation.name for call in graph.record.calls[found.call.index + 1 : end])
+
+
 def _take_dropout_behind(graph: Graph, found: Surroundings, call: Call) -> None:
     if _take_activation(graph, found, graph.follow(call.outputs[0]), "linear-dropout-act"):
-        found.dropout = _dropout_part(graph, call, after=True)
+        direct = any(argument.value == found.call.outputs[0] for argument in call.inputs)
+        found.dropout = _dropout_part(graph, call, direct, after=True)
     else:
         found.notes.append(f"followed by {graph.label(call)} and no activation")
 
@@ -260,17 +268,16 @@ def _look_back(graph: Graph, found: Surroundings) -> None:
             f"its dropout ({graph.label(call)}) feeds {readers} operations, so it is not the layer's own"
         )
         return
-    found.dropout = _dropout_part(graph, call)
+    found.dropout = _dropout_part(graph, call, found.call.inputs[0].value in call.outputs)
     if found.pattern == "linear-act":
         found.pattern = "dropout-linear-act"
     elif found.pattern == "linear":
         found.pattern = "dropout-linear"
 
 
-def _dropout_part(graph: Graph, call: Call, after: bool = False) -> DropoutPart:
+def _dropout_part(graph: Graph, call: Call, direct: bool, after: bool = False) -> DropoutPart:
     if call.module is None:
-        return DropoutPart(None, None, graph.rate(call), "functional", 1, (call.index,), after)
+        return DropoutPart(None, None, graph.rate(call), "functional", 1, (call.index,), after, direct)
     sites = graph.record.call_counts.get(call.name, 1)
-    return DropoutPart(
-        call.name, call.module, graph.rate(call), "private" if sites == 1 else "shared", sites, (call.index,), after
-    )
+    ownership: Ownership = "private" if sites == 1 else "shared"
+    return DropoutPart(call.name, call.module, graph.rate(call), ownership, sites, (call.index,), after, direct)

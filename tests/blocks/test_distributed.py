@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from solver_plugins import SolverConv2d, SolverLinear
+from solver_plugins.blocks.fold import synchronised_variance
 
 
 def work(rank, port, solver, queue):
@@ -48,3 +49,25 @@ def test_replicas_agree(solver):
         process.join(60)
         assert process.exitcode == 0
     assert results[0] == results[1]
+
+
+def variance_of_a_share(rank, share, file):
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+    y = torch.load(f"{file}.pt")[slice(0, share) if rank == 0 else slice(share, None)].requires_grad_()
+    var = synchronised_variance(y, dist.group.WORLD)
+    var.square().sum().backward()
+    torch.save((var.detach(), y.grad), f"{file}.{rank}")
+    dist.destroy_process_group()
+
+
+def test_the_variance_over_two_processes_is_that_of_the_whole_batch(tmp_path):
+    """Value and gradient, shares of unequal size; every process differentiates the sum of both losses, as DDP does."""
+    y = torch.randn(5, 3, 4, dtype=torch.float64, requires_grad=True)
+    torch.save(y.detach(), tmp_path / "store.pt")
+    mp.spawn(variance_of_a_share, (2, str(tmp_path / "store")), nprocs=2)
+    parts = [torch.load(tmp_path / f"store.{rank}") for rank in range(2)]
+    var = y.var((0, 2), correction=0)
+    (2 * var.square().sum()).backward()
+    for found, _ in parts:
+        torch.testing.assert_close(found, var.detach())
+    torch.testing.assert_close(torch.cat([grad for _, grad in parts]), y.grad)

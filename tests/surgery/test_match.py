@@ -148,8 +148,9 @@ def test_skips() -> None:
     model = BasicBlock()
     conv1, conv2, down = match(record(model, torch.rand(2, 3, 8, 8)), model)
     assert (conv1.pattern, conv1.host, conv1.host_name) == ("linear-norm-act", "norm", "bn1")
-    assert conv2.pattern == "linear-norm-skip-act" and not conv2.convertible
-    assert "shared (2 calls)" in conv2.reasons[0]
+    assert conv2.pattern == "linear-norm-skip-act" and (conv2.host, conv2.host_name) == ("activation", "relu")
+    assert len(conv2.convertible) == 3
+    assert conv2.activation is not None and conv2.activation.ownership == "shared"
     assert conv2.skip is not None and conv2.skip.operand == 1 and conv2.skip.source == "BatchNorm2d 'down.1'"
     assert down.pattern == "linear" and down.notes == ("it is the skip of 'conv2'",) and len(down.convertible) == 3
 

@@ -1,0 +1,184 @@
+"""Gains that give converted blocks the scale of the layers they were, and the blend between the two.
+
+At ``K > 1`` a block's output is ``v_K`` instead of the plain layer's ``v_1``, of another size; over a deep network the
+sizes multiply. A gain per output feature makes the mean square of ``g v_K`` that of ``v_1`` in the original network.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from solver_plugins.blocks.layer import LayerBlock
+from solver_plugins.errors import InputError, OptionError
+from solver_plugins.registry import SOLVERS
+
+LARGEST_GAIN = 1e3
+"""Features that hardly ever are active have no scale to speak of: their gain is kept within this factor."""
+
+
+class _MeanSquare:
+    """The mean square of each feature, over all calls that it observes."""
+
+    def __init__(self) -> None:
+        self.total: Tensor | float = 0.0
+        self.count = 0
+
+    def add(self, argument: Tensor, dim: int) -> None:
+        features = argument.detach().movedim(dim, -1).flatten(0, -2).double()
+        self.total = self.total + features.square().sum(0)
+        self.count += len(features)
+
+    def __call__(self, argument: Tensor, dim: int) -> None:
+        self.add(argument, dim)
+
+
+class _Matching:
+    """Makes the gain of one block from what it has seen so far, while the blocks before it already use theirs."""
+
+    def __init__(self, wanted: _MeanSquare) -> None:
+        self.wanted, self.seen = wanted, _MeanSquare()
+
+    def __call__(self, argument: Tensor, dim: int) -> Tensor:
+        self.seen.add(argument, dim)
+        return self.gain().to(argument)
+
+    def gain(self) -> Tensor:
+        wanted = torch.as_tensor(self.wanted.total) / max(self.wanted.count, 1)
+        seen = torch.as_tensor(self.seen.total) / max(self.seen.count, 1)
+        ratio = (wanted / seen.clamp_min(torch.finfo(seen.dtype).tiny)).sqrt().clamp(1 / LARGEST_GAIN, LARGEST_GAIN)
+        return torch.where((wanted > 0) & (seen > 0), ratio, 1.0)
+
+
+def calibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    progress: bool = True,
+) -> dict[str, Tensor]:
+    """Gives every solver block of a converted model the scale that its layer had in the original network.
+
+    Two passes over a few batches, in evaluation mode and without gradients: the original network (each block at one
+    iteration) says how large each feature is; then the solvers run, and each block's gains are set while the blocks
+    before it already have theirs. The gains are part of the conversion: :func:`solver_plugins.conversion_of` writes
+    them down, :func:`solver_plugins.revert_model` removes them. Call it right after the conversion, before wrapping the
+    model; in several processes, all take the gains of the first.
+
+    Args:
+        model: A converted model.
+        batches: A few batches, as many images or sentences as you like; about 256 are enough. A tensor is the model's
+            argument; a mapping its keyword arguments; of a tuple or list (a DataLoader's images and labels) the first
+            element counts.
+        forward: How to run the model on one batch, where that is not enough.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The gains by the name of the layer.
+
+    Raises:
+        OptionError: If the model has no solver block.
+        InputError: If there is no batch, some block never ran, or its output is not finite. The model is as it was
+            then, as after every other error.
+    """
+    blocks = _blocks_of(model)
+    kept = list(batches)
+    if not kept:
+        raise InputError("Expected at least one batch to calibrate with; found none.")
+    run = _run_model if forward is None else forward
+    wanted = {name: _MeanSquare() for name in blocks}
+    matching = {name: _Matching(wanted[name]) for name in blocks}
+    plain = SOLVERS.get("proxgd").from_options(iters=1)
+    with tqdm(total=2 * len(kept), desc="calibrate", unit="batch", disable=not progress, leave=False) as bar:
+        with _observed(model, blocks, wanted, plain):
+            _pass(model, kept, run, bar)
+        _check(wanted, "of the original network")
+        with _observed(model, blocks, matching, None):
+            _pass(model, kept, run, bar)
+        _check({name: one.seen for name, one in matching.items()}, "of a solver")
+    gains = {name: _of_first_process(one.gain().to(blocks[name].L)) for name, one in matching.items()}
+    for name, gain in gains.items():
+        blocks[name].set_gain(gain)
+    return gains
+
+
+def set_blend(model: nn.Module, blend: float) -> None:
+    """Sets how much of the solver there is in every block: 0 is the original network, 1 the solver.
+
+    A schedule may call it at every step: the number is a buffer, and compiled graphs stay as they are, once the model
+    was converted with some ``blend`` below one.
+
+    Raises:
+        OptionError: If the model has no solver block, or the blend is not in [0, 1].
+    """
+    blocks = _blocks_of(model)
+    if not 0 <= blend <= 1:
+        raise OptionError(f"Expected a blend in [0, 1]; found {blend!r}.")
+    for block in blocks.values():
+        block.set_blend(blend)
+
+
+def _blocks_of(model: nn.Module) -> dict[str, LayerBlock]:
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"Expected a converted model; found {type(model).__name__}.")
+    blocks = {name: module for name, module in model.named_modules() if isinstance(module, LayerBlock)}
+    if not blocks:
+        raise OptionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
+    return blocks
+
+
+def _run_model(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(batch[0] if isinstance(batch, (tuple, list)) else batch)
+
+
+def _pass(model: nn.Module, batches: list[Any], run: Callable[[nn.Module, Any], Any], bar: Any) -> None:
+    for batch in batches:
+        run(model, batch)
+        bar.update()
+
+
+@contextlib.contextmanager
+def _observed(
+    model: nn.Module, blocks: dict[str, LayerBlock], observers: Mapping[str, Any], solver: Any
+) -> Iterator[None]:
+    """Puts observers (and another solver) into the blocks, in evaluation mode, and everything back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    before = {name: (block.solver, block.blend) for name, block in blocks.items()}
+    try:
+        model.eval()
+        for name, block in blocks.items():
+            block.observer = observers[name]
+            block.solver = block.solver if solver is None else solver
+            if solver is not None:
+                block.blend = None
+        with torch.no_grad():
+            yield
+    finally:
+        for name, block in blocks.items():
+            block.observer = None
+            block.solver, block.blend = before[name]
+        for module, training in modes.items():
+            module.training = training
+
+
+def _check(seen: Mapping[str, _MeanSquare], whose: str) -> None:
+    for name, one in seen.items():
+        if one.count == 0:
+            raise InputError(f"{name} never ran on these batches, so there is nothing to calibrate it by.")
+        if not bool(torch.isfinite(torch.as_tensor(one.total)).all()):
+            raise InputError(
+                f"The output {whose} at {name} is not finite on these batches. Expected finite inputs, weights and "
+                "norm statistics; with very many iterations, a smaller iters may help."
+            )
+
+
+def _of_first_process(gain: Tensor) -> Tensor:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast(gain, src=0)
+    return gain

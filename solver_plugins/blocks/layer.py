@@ -1,0 +1,146 @@
+"""What every solver block has: a linear layer that is read as a kernel, a prior, a solver, and a scale."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from solver_plugins.blocks.made import take_off
+from solver_plugins.blocks.passthrough import undropped
+from solver_plugins.blocks.run import check_combination, check_rank
+from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
+from solver_plugins.errors import OptionError, UnsupportedLayerError
+from solver_plugins.operators import Geometry, read_layer
+from solver_plugins.prox import Prior
+from solver_plugins.solvers import Solver
+
+Observer = Callable[[Tensor, int], Tensor | None]
+"""Sees the argument of a solve and the dimension of its features; returns the gain to use."""
+
+RESERVED = {*STEP_BUFFERS, "residual", "geometry", "solver", "prior", "gain", "blend", "routed", "observer"}
+
+
+class LayerBlock(TrackedStep):
+    """Mixin in front of a linear layer's class.
+
+    Attributes:
+        solver: How it solves.
+        prior: Whose proximal map the activation is.
+        gain: One factor per output feature on the solver's argument, from :func:`solver_plugins.calibrate`; None for
+            ones.
+        blend: ``a`` in ``(1 - a) v_1 + a v_K``, between the first iterate and the last; None for one.
+        routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
+        observer: Looks at solves while a model is calibrated.
+    """
+
+    kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
+
+    weight: Tensor
+    bias: Any
+    solver: Solver
+    prior: Prior
+    residual: Tensor
+    gain: Tensor | None
+    blend: Tensor | None
+    routed: bool
+    observer: Observer | None
+
+    def _set_up_solver(self, prior: Prior, solver: Solver, output: str) -> None:
+        kernel, geometry = type(self).kernel_reader(self)
+        check_combination(solver, prior, output, kernel.shape[0], kernel.shape[1] * geometry.groups, geometry)
+        check_rank(solver, prior, kernel)
+        self.geometry, self.solver, self.prior = geometry, solver, prior
+        self.routed, self.observer = False, None
+        self.register_buffer("gain", None, persistent=False)
+        self.register_buffer("blend", None, persistent=False)
+        for name, value in self._new_reference(kernel).items():
+            self.register_buffer(name, value, persistent=False)
+        self._register_step(kernel)
+        if solver.implicit:
+            self.register_buffer("residual", torch.zeros_like(self.L), persistent=False)
+
+    def _kernel(self) -> Tensor:
+        return type(self).kernel_reader(self)[0]
+
+    def _own_input(self, input: Tensor) -> Tensor:
+        return undropped(input) if self.routed and self.training and self.solver.samples == "inputs" else input
+
+    def set_gain(self, gain: Tensor | None) -> None:
+        """Sets the factors on the solver's argument; None for ones.
+
+        Raises:
+            OptionError: If there is not one finite factor per output feature.
+        """
+        if gain is not None:
+            count = self._kernel().shape[0]
+            if gain.shape != (count,) or not bool(torch.isfinite(gain).all()):
+                raise OptionError(f"Expected {count} finite gains, one per output feature; found {tuple(gain.shape)}.")
+            gain = gain.detach().to(self.L)
+        self.gain = gain
+
+    def set_blend(self, blend: float) -> None:
+        """Sets how much of the solver there is: 0 is the original layer, 1 the solver.
+
+        Raises:
+            OptionError: If it is not in [0, 1].
+        """
+        if not 0 <= blend <= 1:
+            raise OptionError(f"Expected a blend in [0, 1]; found {blend!r}.")
+        if self.blend is not None and not self.blend.is_meta:
+            # In place: a compiled graph holds this buffer, and a schedule may change it at every step.
+            self.blend.fill_(blend)
+        else:
+            self.blend = None if blend == 1 else torch.full_like(self.L, blend)
+
+    def extra_repr(self) -> str:
+        """Returns the layer's own line, with activation and solver."""
+        return f"{super().extra_repr()}, activation={self.prior!r}, solver={self.solver!r}"
+
+
+def shell_for(layer: nn.Module, kind: type[LayerBlock], reserved: set[str]) -> type[LayerBlock]:
+    """Returns the class that turns a layer into a block of this kind, after all checks that need only the layer.
+
+    Raises:
+        UnsupportedLayerError: If the layer cannot become one.
+    """
+    if not isinstance(layer, nn.Module):
+        raise UnsupportedLayerError(f"Expected a layer (a torch.nn.Module); found {type(layer).__name__}.")
+    if isinstance(layer, LayerBlock):
+        raise UnsupportedLayerError(
+            f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
+        )
+    if "forward" in vars(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
+        raise UnsupportedLayerError(
+            f"This {type(layer).__name__} has a forward of its own on the instance, which would hide the solver: an "
+            "accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
+            "layer.compile() (make the block from a plain layer, then compile the block)."
+        )
+    taken = sorted(reserved & (vars(layer).keys() | layer._buffers.keys() | layer._modules.keys()))
+    if taken:
+        raise UnsupportedLayerError(
+            f"A solver block needs the names {', '.join(sorted(reserved))} for itself; this {type(layer).__name__} "
+            f"has {', '.join(taken)}."
+        )
+    parametrized = parametrize.is_parametrized(layer)
+    made: Any = kind.class_for(type(layer).__bases__[0] if parametrized else type(layer))
+    if not issubclass(made, kind):
+        raise UnsupportedLayerError(
+            f"{kind.__name__} is made from a layer of its own kind; found {type(layer).__name__}."
+        )
+    read_layer(layer)
+    if parametrized:
+        # torch reads a parametrised weight through properties of a class made for this one layer.
+        members = {**vars(type(layer)), "plain_class": type(layer)}
+        made = type(f"Parametrized{made.__name__}", (made,), members)
+    return made
+
+
+def strip(block: LayerBlock, reserved: set[str]) -> nn.Module:
+    """Turns a block into its plain layer again, where it stands."""
+    for name in reserved:
+        if name in vars(block) or name in block._buffers or name in block._modules:
+            delattr(block, name)
+    block._forget_step()
+    return take_off(block)
