@@ -22,7 +22,7 @@ from solver_plugins.errors import OptionError, SolverPluginsError, SolverPlugins
 from solver_plugins.operators import Geometry, lipschitz_from_kernel, power_step, power_steps, start_vectors
 from solver_plugins.solvers import working_dtype
 
-WARM_UP = 40
+WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""
 GENERIC_SHARE = 0.02
 """How much of a generic direction is mixed into the vectors; costs 0.04% of the estimate."""

@@ -1,22 +1,32 @@
-"""Upper bounds on the squared norm of a layer that hold for every input size."""
+"""Upper bounds on the squared norm of a layer that hold for every input size.
+
+The squared norm on the infinite lattice is ``M = sup_w lambda_max(G(w))``. The search holds a number ``lower <= M`` and
+proves ``M <= beta = (1 + tolerance) lower`` cell by cell (:mod:`~solver_plugins.operators.cells`): a Cholesky factor of
+``beta shrink I - G(centre)`` exists only if that matrix is positive definite, and costs a tenth of its eigenvalues.
+Where there is none, Lanczos raises ``lower`` or the cell is split. Cells that are done stay done, as ``beta`` never
+falls. It ends: a failure shows ``M >= beta shrink``, which is above ``lower`` once the cells are small.
+"""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from solver_plugins.operators.boundary import lattice_bounds
+from solver_plugins.operators.cells import Cells, covering
 from solver_plugins.operators.geometry import Geometry
-from solver_plugins.operators.krylov import lanczos_estimate
-from solver_plugins.operators.symbol import GramSymbol, frequencies, grid_for, polyphase
+from solver_plugins.operators.krylov import lanczos_estimates
+from solver_plugins.operators.symbol import GramSymbol, frequencies, polyphase
 
-_DIRECT_SIDE = 1024
-"""Up to this side one real matrix is decomposed; above, its bound is estimated and proved."""
-_DIRECT_WORK = 2e8
-"""Up to this many ``count * side^3`` a batch of complex matrices is decomposed."""
-_CHUNK = 1 << 22
-"""How many entries of frequency matrices exist at a time."""
+_DIRECT_SIDE = 256
+"""Up to this side the eigenvalues of a real matrix are computed."""
+_MATRIX_TOLERANCE = 0.01
+"""For a real matrix there are no cells to save, and a tighter bound costs nothing."""
+_COARSEST = 3.0
+"""The largest factor between centre and cell to begin with."""
+_CHUNK = 3 << 19
+"""How many entries of frequency matrices exist at a time: allocators reuse memory of this size, and map more anew."""
 
 
 def certified_bound(
@@ -42,58 +52,76 @@ def certified_bound(
 def _supremum(kernel: Tensor, stride: Sequence[int], groups: int, tolerance: float) -> Tensor:
     """Returns a bound on ``sup_w lambda_max(P(w) P(w)^H)``, the largest over the groups."""
     blocks = polyphase(kernel, stride, groups)
-    slack = tolerance / 10
-    # The rest of the tolerance belongs to the grid; the slack is spent once or twice when eigenvalues are not computed.
-    grid, factor = grid_for(blocks.shape[3:], (1 + tolerance) / (1 + 2 * slack) - 1)
     gram = GramSymbol.of(blocks)
-    points = frequencies(grid, kernel.device, kernel.dtype)
-    count, side = len(points) * groups, gram.side
-    direct = side <= _DIRECT_SIDE if gram.is_real and count == 1 else side == 1 or count * side**3 <= _DIRECT_WORK
-    step = max(1, _CHUNK // (groups * side * side + len(gram.lags)))
-    if not direct:
-        # In a mixed order the first chunk has a frequency near the top, and later ones seldom raise the bound.
-        points = points[torch.arange(len(points), device=points.device) * _coprime(len(points)) % len(points)]
-    bound = kernel.new_zeros(())
-    for chunk in points.split(step):
-        matrices = gram.real_at(chunk).flatten(0, 1)
-        if not gram.is_real:
-            matrices = torch.complex(matrices, gram.imaginary_at(chunk).flatten(0, 1))
-        if side == 1:
-            bound = torch.maximum(bound, matrices.amax())
-        elif direct:
-            bound = torch.maximum(bound, torch.linalg.eigvalsh(matrices).amax())
-        else:
-            bound = _proved_bound(matrices, bound, min(slack, 2e-3) if gram.is_real else slack)
+    degrees = [length - 1 for length in blocks.shape[3:]]
+    if not any(degrees) and gram.side <= _DIRECT_SIDE:
+        bound = torch.linalg.eigvalsh(gram.even[0]).amax()
+    else:
+        bound = _searched(gram, degrees, tolerance if any(degrees) else min(tolerance, _MATRIX_TOLERANCE))
     # Products of length c, sums over the taps and a decomposition of side m: errors relative to trace(G) <= m |G|.
-    depth = blocks[0].numel() // side + len(gram.lags) + side
-    rounding = 8 * torch.finfo(kernel.dtype).eps * side * depth
-    return bound * (factor * (1 + rounding))
+    # Lags, each of norm |G| at most: a cosine of an angle of up to 2 pi m_j, rounded before.
+    depth = blocks[0].numel() // gram.side + len(gram.lags) + gram.side
+    angles = len(gram.lags) * (1 + 2 * math.pi * sum(degrees))
+    rounding = 8 * torch.finfo(kernel.dtype).eps * (gram.side * depth + angles)
+    return bound * (1 + rounding)
 
 
-def _proved_bound(matrices: Tensor, bound: Tensor, slack: float) -> Tensor:
-    """Raises ``bound`` until ``bound I - G`` has a Cholesky factor, i.e. is positive definite, for all ``G``.
-
-    Where it has none an estimate from below tells how far to go; a factorisation costs a tenth of the eigenvalues.
-    """
-    estimated = False
-    while True:
-        if bound > 0:
-            eye = torch.eye(matrices.shape[-1], device=matrices.device, dtype=matrices.dtype)
-            failed = torch.linalg.cholesky_ex(bound * eye - matrices).info > 0
-            if not failed.any():
-                return bound
-            matrices = matrices[failed]
-        if estimated:
-            bound = bound * (1 + slack)
-            slack = 2 * slack
-        else:
-            estimate = lanczos_estimate(matrices)
-            if estimate == 0:
-                return bound
-            bound = torch.maximum(bound, estimate * (1 + slack))
-            estimated = True
+def _searched(gram: GramSymbol, degrees: Sequence[int], tolerance: float) -> Tensor:
+    """Returns ``(1 + tolerance) lower`` once it is proved to be no less than the supremum."""
+    # A thousandth of it is left for rounding.
+    tolerance = 0.999 * tolerance
+    lower, usual = _estimates(gram, degrees)
+    # Where most of the frequencies are far below the top, large cells are enough for them.
+    factor = min(float(lower / usual), _COARSEST) * (1 + tolerance)
+    cells = covering(degrees, factor, gram.lags.device)
+    while len(cells.centres):
+        lower, failed = _sweep(gram, cells, lower, tolerance)
+        cells = cells.split(failed)
+    return lower * (1 + tolerance)
 
 
-def _coprime(count: int) -> int:
-    """Returns a stride near ``0.618 count`` that visits every index once."""
-    return next(step for step in range(max(1, round(0.618 * count)), count + 2) if math.gcd(step, count) == 1)
+def _estimates(gram: GramSymbol, degrees: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Returns a number below the supremum, and one that is above nine of ten eigenvalues on a coarse grid."""
+    points = frequencies([max(1, 2 * degree) for degree in degrees], gram.lags.device, gram.lags.dtype)
+    tops = torch.cat([lanczos_estimates(matrices).amax(1) for matrices in _matrices(gram, points)])
+    # The mean of G over all frequencies is R_0, whose diagonal is positive unless all weights are zero.
+    floor = gram.even[0].diagonal(dim1=-2, dim2=-1).amax()
+    tops = tops.sort().values.maximum(floor)
+    return tops[-1], tops[(9 * (len(tops) - 1)) // 10]
+
+
+def _sweep(gram: GramSymbol, cells: Cells, lower: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Tries to prove every cell. Returns the new ``lower`` and a mask of the cells that are to be split."""
+    masks = []
+    share = (1 + tolerance) * cells.shrink
+    for matrices in _matrices(gram, cells.centres):
+        failed = ~_below(matrices, lower * share)
+        if failed.any():
+            # A matrix that has no factor is not below the number it was compared with, up to rounding.
+            rest = matrices[failed]
+            lower = torch.maximum(torch.maximum(lower, lower * share), lanczos_estimates(rest).amax())
+            failed[failed.clone()] = ~_below(rest, lower * share)
+        masks.append(failed.any(1))
+    return lower, torch.cat(masks)
+
+
+def _matrices(gram: GramSymbol, points: Tensor) -> Iterator[Tensor]:
+    """Yields ``G`` at some frequencies at a time, shape ``(some, groups, m, m)``; real where it is real everywhere."""
+    entries = gram.even[0].numel()
+    for some in points.split(max(1, _CHUNK // entries)):
+        real = gram.real_at(some)
+        yield real if gram.is_real else torch.complex(real, gram.imaginary_at(some))
+
+
+def _below(matrices: Tensor, bound: Tensor) -> Tensor:
+    """Whether ``bound I - G`` is positive definite, for matrices ``(..., m, m)``."""
+    if matrices.shape[-1] == 1:
+        return matrices[..., 0, 0] < bound
+    # Of G - bound I, negated in place and back: another copy would take a fifth of the time.
+    diagonal = matrices.diagonal(dim1=-2, dim2=-1)
+    before = diagonal.clone()
+    diagonal.sub_(bound)
+    below = torch.linalg.cholesky_ex(matrices.neg_()).info == 0
+    matrices.neg_()
+    diagonal.copy_(before)
+    return below

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from solver_plugins.errors import NotConvergedWarning
 
-_ESTIMATE_STEPS = 30
+_ESTIMATE_STEPS = 16
 _BASIS = 96
 _KEPT = 24
 _RESTARTS = 200
@@ -21,22 +21,26 @@ def generic_vector(size: int, device: torch.device, dtype: torch.dtype) -> Tenso
     return (vector / vector.norm()).to(device=device, dtype=dtype)
 
 
-def lanczos_estimate(matrices: Tensor) -> Tensor:
-    """Returns an estimate from below of the largest eigenvalue among Hermitian matrices ``(count, m, m)``."""
-    side = matrices.shape[-1]
-    vector = generic_vector(side, matrices.device, matrices.dtype).expand(len(matrices), side).unsqueeze(-1)
-    basis = vector
-    for _ in range(min(_ESTIMATE_STEPS, side) - 1):
-        new = matrices @ basis[..., -1:]
+def lanczos_estimates(matrices: Tensor, steps: int = _ESTIMATE_STEPS) -> Tensor:
+    """Returns estimates from below of the largest eigenvalues of positive semidefinite matrices ``(..., m, m)``."""
+    shape, side = matrices.shape[:-2], matrices.shape[-1]
+    matrices = matrices.flatten(0, -3)
+    # Vectors stand in rows: as columns, a batch of products is up to seven times slower.
+    basis = matrices.new_zeros(len(matrices), min(steps, side), side)
+    images = torch.zeros_like(basis)
+    basis[:, 0] = generic_vector(side, matrices.device, matrices.dtype)
+    for step in range(basis.shape[1]):
+        new = images[:, step] = (basis[:, step, None] @ matrices.mT)[:, 0]
+        if step + 1 == basis.shape[1]:
+            break
+        known = basis[:, : step + 1]
+        scale = torch.linalg.vector_norm(new, dim=-1, keepdim=True)
         for _ in range(2):
-            new = new - basis @ (basis.mH @ new)
-        norm = torch.linalg.vector_norm(new, dim=1, keepdim=True)
+            new = new - (new[:, None] @ known.mH @ known)[:, 0]
+        norm = torch.linalg.vector_norm(new, dim=-1, keepdim=True)
         # A matrix whose Krylov space is exhausted gets a zero vector, which changes nothing.
-        new = torch.where(
-            norm > 1e-12 * norm.amax().clamp_min(1e-300), new / norm.clamp_min(1e-300), torch.zeros_like(new)
-        )
-        basis = torch.cat([basis, new], -1)
-    return torch.linalg.eigvalsh(basis.mH @ (matrices @ basis)).amax().clamp_min(0)
+        basis[:, step + 1] = torch.where(norm > 1e-12 * scale, new / norm.clamp_min(1e-300), 0)
+    return torch.linalg.eigvalsh(basis.conj() @ images.mT)[:, -1].clamp_min(0).reshape(shape)
 
 
 def largest_eigenvalue(gram: Callable[[Tensor], Tensor], start: Tensor, tolerance: float = 1e-10) -> Tensor:

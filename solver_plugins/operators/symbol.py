@@ -28,6 +28,8 @@ COLUMN_TOLERANCE = 0.1
 _POWER_SLACK = 1.05
 _SMALL = 128
 """Up to this many rows times taps all lags come from one product, which a compiler sees as few operations."""
+_HALVED = 256
+"""From twice this many rows the symmetry of a product is used."""
 
 
 def polyphase(kernel: Tensor, stride: Sequence[int], groups: int) -> Tensor:
@@ -111,17 +113,20 @@ class GramSymbol:
         # Of each pair j, -j the first in this order is kept; zero is the middle one.
         lags = list(itertools.product(*(range(-length + 1, length) for length in lengths)))
         lags = lags[len(lags) // 2 :]
-        if lengths and blocks.shape[1] * math.prod(lengths) <= _SMALL:
-            correlations = _correlate_all(blocks)[-len(lags) :]
+        positions = torch.tensor(lags, device=blocks.device, dtype=blocks.dtype).reshape(len(lags), len(lengths))
+        if len(lags) == 1:
+            even = _correlate(blocks, lags[0])[None]
+            return cls(even, even.new_zeros(()).expand_as(even), positions)
+        if blocks.shape[1] * math.prod(lengths) <= _SMALL:
+            correlations = list(_correlate_all(blocks)[-len(lags) :])
         else:
-            correlations = torch.stack([_correlate(blocks, lag) for lag in lags])
-        weights = blocks.new_ones(len(lags))
-        weights = torch.cat([weights[:1] / 2, weights[1:]]).reshape(-1, 1, 1, 1)
-        transposed = correlations.mT
+            correlations = [_correlate(blocks, lag) for lag in lags]
+        correlations[0] = correlations[0] / 2
         return cls(
-            even=(correlations + transposed) * weights,
-            odd=(transposed - correlations) * weights,
-            lags=torch.tensor(lags, device=blocks.device, dtype=blocks.dtype).reshape(len(lags), len(lengths)),
+            # Stacked after the sums: a sum of a stack and its transpose would not be contiguous.
+            even=torch.stack([correlation + correlation.mT for correlation in correlations]),
+            odd=torch.stack([correlation.mT - correlation for correlation in correlations]),
+            lags=positions,
         )
 
     @property
@@ -207,12 +212,25 @@ def _correlate_all(blocks: Tensor) -> Tensor:
 
 def _correlate(blocks: Tensor, lag: Sequence[int]) -> Tensor:
     """Returns ``R_j = sum_t W_{t+j} W_t^T`` per group."""
+    if not any(lag):
+        return _outer(blocks.flatten(2))
     ahead, behind = blocks, blocks
     for axis, step in enumerate(lag, start=3):
         overlap = blocks.shape[axis] - abs(step)
         ahead = ahead.narrow(axis, max(step, 0), overlap)
         behind = behind.narrow(axis, max(-step, 0), overlap)
     return ahead.flatten(2) @ behind.flatten(2).mT
+
+
+def _outer(rows: Tensor) -> Tensor:
+    """Returns ``A A^T`` per group; of large ones the blocks above the diagonal are copied from below."""
+    half = rows.shape[1] // 2
+    if half < _HALVED:
+        return rows @ rows.mT
+    first, second = rows[:, :half], rows[:, half:]
+    below = second @ first.mT
+    upper = torch.cat([_outer(first), below.mT], -1)
+    return torch.cat([upper, torch.cat([below, _outer(second)], -1)], -2)
 
 
 def _combine(coefficients: Tensor, matrices: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import itertools
 
 import numpy as np
+import scipy.optimize
 import torch
 from torch import Tensor, nn
 
@@ -41,6 +42,39 @@ def fine_supremum(weight: Tensor, stride: int = 1, groups: int = 1, points: int 
             matrix = np.concatenate(blocks, axis=1) / np.sqrt(stride**dims)
             best = max(best, np.linalg.norm(matrix, 2) ** 2)
     return best
+
+
+def supremum_from_below(weight: Tensor, stride: int = 1, groups: int = 1, starts: int = 4) -> float:
+    """Returns sup |A_hat(w)|^2 of the aliased symbol: a coarse grid, then Nelder-Mead from its best points."""
+    kernel = weight.detach().numpy()
+    scale = float(np.abs(kernel).max())
+    if scale == 0:
+        return 0.0
+    kernel = kernel / scale
+    taps = list(itertools.product(*(range(n) for n in kernel.shape[2:])))
+    dims, rows = kernel.ndim - 2, kernel.shape[0] // groups
+    flat = kernel.reshape(groups, rows, kernel.shape[1], -1)
+    aliases = np.array(list(itertools.product(range(stride), repeat=dims))) * (2 * np.pi / stride)
+
+    def value(w: np.ndarray) -> float:
+        phases = np.exp(-1j * (np.asarray(w) / stride + aliases) @ np.array(taps).T)
+        symbols = np.einsum("grct,at->grac", flat, phases).reshape(groups, rows, -1)
+        return float(np.linalg.norm(symbols, 2, axis=(1, 2)).max() ** 2 / stride**dims)
+
+    counts = [4 * -(-n // stride) if n > stride else 1 for n in kernel.shape[2:]]
+    grid = [np.array(index) * 2 * np.pi / counts for index in itertools.product(*map(range, counts))]
+    values = [value(w) for w in grid]
+    best = max(values)
+    for index in np.argsort(values)[-starts:]:
+        options = {
+            "xatol": 1e-5,
+            "fatol": 1e-9 * best,
+            "initial_simplex": grid[index] + np.vstack([np.zeros(dims), 0.2 * np.eye(dims)]),
+        }
+        best = max(
+            best, -scipy.optimize.minimize(lambda w: -value(w), grid[index], method="Nelder-Mead", options=options).fun
+        )
+    return best * scale**2
 
 
 def random_conv(dims: int, inputs: int, outputs: int, kernel_size: int, **options: object) -> nn.Module:
