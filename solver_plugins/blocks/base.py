@@ -133,7 +133,7 @@ class SolverBlock(LayerBlock):
             lambda: super(SolverBlock, self).forward(input),
             self._current_L(kernel) if self.solver.needs_constant else self.L,
             residual=self.residual if self.solver.implicit else None,
-            gain=self.gain,
+            gain=self.channel_gain,
             blend=self.blend,
             observer=self.observer,
             output=self.output,

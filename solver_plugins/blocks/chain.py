@@ -169,7 +169,7 @@ class ChainBlock(LayerBlock):
             additive=additive,
             dtype=argument.dtype,
             residual=self.residual if self.solver.implicit else None,
-            gain=self.gain,
+            gain=self.channel_gain,
             blend=self.blend,
             observer=self.observer,
             training=self.training,

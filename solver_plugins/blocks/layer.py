@@ -19,7 +19,7 @@ from solver_plugins.solvers import Solver
 Observer = Callable[[Tensor, int], Tensor | None]
 """Sees the argument of a solve and the dimension of its features; returns the gain to use."""
 
-RESERVED = {*STEP_BUFFERS, "residual", "geometry", "solver", "prior", "gain", "blend", "routed", "observer"}
+RESERVED = {*STEP_BUFFERS, "residual", "geometry", "solver", "prior", "channel_gain", "blend", "routed", "observer"}
 
 
 class LayerBlock(TrackedStep):
@@ -28,7 +28,7 @@ class LayerBlock(TrackedStep):
     Attributes:
         solver: How it solves.
         prior: Whose proximal map the activation is.
-        gain: One factor per output feature on the solver's argument, from :func:`solver_plugins.calibrate`; None for
+        channel_gain: One factor per output feature on the solver's argument, from :func:`solver_plugins.calibrate`; None for
             ones.
         blend: ``a`` in ``(1 - a) v_1 + a v_K``, between the first iterate and the last; None for one.
         routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
@@ -42,7 +42,7 @@ class LayerBlock(TrackedStep):
     solver: Solver
     prior: Prior
     residual: Tensor
-    gain: Tensor | None
+    channel_gain: Tensor | None
     blend: Tensor | None
     routed: bool
     observer: Observer | None
@@ -53,7 +53,7 @@ class LayerBlock(TrackedStep):
         check_rank(solver, prior, kernel)
         self.geometry, self.solver, self.prior = geometry, solver, prior
         self.routed, self.observer = False, None
-        self.register_buffer("gain", None, persistent=False)
+        self.register_buffer("channel_gain", None, persistent=False)
         self.register_buffer("blend", None, persistent=False)
         for name, value in self._new_reference(kernel).items():
             self.register_buffer(name, value, persistent=False)
@@ -78,7 +78,7 @@ class LayerBlock(TrackedStep):
             if gain.shape != (count,) or not bool(torch.isfinite(gain).all()):
                 raise OptionError(f"Expected {count} finite gains, one per output feature; found {tuple(gain.shape)}.")
             gain = gain.detach().to(self.L)
-        self.gain = gain
+        self.channel_gain = gain
 
     def set_blend(self, blend: float) -> None:
         """Sets how much of the solver there is: 0 is the original layer, 1 the solver.
@@ -117,7 +117,7 @@ def shell_for(layer: nn.Module, kind: type[LayerBlock], reserved: set[str]) -> t
             "accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
             "layer.compile() (make the block from a plain layer, then compile the block)."
         )
-    taken = sorted(reserved & (vars(layer).keys() | layer._buffers.keys() | layer._modules.keys()))
+    taken = sorted(reserved & (vars(layer).keys() | layer._parameters.keys() | layer._buffers.keys() | layer._modules.keys()))
     if taken:
         raise UnsupportedLayerError(
             f"A solver block needs the names {', '.join(sorted(reserved))} for itself; this {type(layer).__name__} "

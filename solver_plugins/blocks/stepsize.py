@@ -27,7 +27,7 @@ WARM_UP = 16
 GENERIC_SHARE = 0.02
 """How much of a generic direction is mixed into the vectors; costs 0.04% of the estimate."""
 STEP_BUFFERS = ("L", "power_vectors", "power_quotient", "power_ratio", "certified_quotient")
-KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "gain", "blend")
+KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "channel_gain", "blend")
 """All buffers that keep their precision when the weights lose theirs."""
 
 

@@ -16,6 +16,7 @@ from solver_plugins.operators.sampling import (
     tau_of,
     uniform,
 )
+from solver_plugins.operators.standardized import standardized
 from solver_plugins.operators.tracking import power_step, power_steps, start_vectors
 
 __all__ = [
@@ -40,6 +41,7 @@ __all__ = [
     "reader_for",
     "register_layer",
     "rescaled_bound",
+    "standardized",
     "start_vectors",
     "tau_nice_mask",
     "tau_of",

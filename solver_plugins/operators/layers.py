@@ -18,8 +18,8 @@ Reader = Callable[[nn.Module], tuple[Tensor, Geometry]]
 LAYERS: Registry[Reader] = Registry("layer")
 
 SUPPORTED = (
-    "torch.nn.Linear, torch.nn.Conv1d/Conv2d/Conv3d, timm's Conv2dSame, transformers' Conv1D, and subclasses of these "
-    "that keep their forward"
+    "torch.nn.Linear, torch.nn.Conv1d/Conv2d/Conv3d, timm's Conv2dSame and StdConv2d, transformers' Conv1D and "
+    "WeightStandardizedConv2d, and subclasses of these that keep their forward"
 )
 
 

@@ -162,5 +162,5 @@ def _record(name: str, block: SolverBlock | ChainBlock, names: dict[int, str]) -
         shared=shared,
         routed=block.routed,
         blend=1.0 if block.blend is None else float(block.blend),
-        gain=None if block.gain is None else tuple(block.gain.tolist()),
+        gain=None if block.channel_gain is None else tuple(block.channel_gain.tolist()),
     )

@@ -14,8 +14,8 @@ _LOOKS_ONLY = frozenset(
     f"{name}_like" for name in ("zeros", "ones", "empty", "full", "rand", "randn", "randint")
 ).union(f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor"))
 """Functions that read the shape, dtype and device of a tensor, not its numbers."""
-_CHOICES = frozenset({"__getitem__", "select", "index_select", "gather", "mean"})
-"""How a classifier of sequences goes from one output per token to one per sequence."""
+_CHOICES = frozenset({"__getitem__", "select", "index_select", "gather", "mean", "sum", "max", "amax"})
+"""How a classifier of sequences goes from one output per token to one per sequence, or from several heads to one."""
 _SCALINGS = frozenset({"div", "truediv", "__truediv__", "mul", "__mul__", "__rmul__"})
 _AS = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "to"})
 """Functions that read only those of their second tensor."""
@@ -48,7 +48,10 @@ class Graph:
         self._kinds: dict[int, CallKind] = {}
 
     def kind(self, call: Call) -> CallKind:
-        """Returns what a call is; a dropout that drops nothing is a shape operation, as the identity is."""
+        """Returns what a call is; a dropout or DropPath of rate zero is a shape operation, as the identity is.
+
+        The mode that the model is in makes no difference: it will be trained.
+        """
         known = self._kinds.get(call.index)
         if known is None:
             known = self._kinds[call.index] = self._find_kind(call)
@@ -57,7 +60,7 @@ class Graph:
     def _find_kind(self, call: Call) -> CallKind:
         if call.module is not None:
             kind = kinds.module_kind(call.module) or "other"
-            return "shape" if kind == "dropout" and self.rate(call) == 0 else kind
+            return "shape" if kind in ("dropout", "droppath") and self.rate(call) == 0 else kind
         if call.function is None:
             return "other"
         if kinds.is_dropout_function(call.function):
@@ -69,9 +72,10 @@ class Graph:
         return "add" if kinds.is_add_function(call.function) else "other"
 
     def rate(self, call: Call) -> float:
-        """Returns the rate at which a dropout drops in training; zero for a function that was told not to."""
+        """Returns the rate at which a dropout or DropPath drops in training; zero for a function told not to."""
         if call.module is not None:
-            return float(getattr(call.module, "p", 0.0))
+            # timm and transformers call the rate of a DropPath drop_prob.
+            return float(getattr(call.module, "p", getattr(call.module, "drop_prob", 0.0)))
         p = call.args[1] if len(call.args) > 1 else call.kwargs.get("p", 0.5)
         training = call.args[2] if len(call.args) > 2 else call.kwargs.get("training", call.kwargs.get("train", True))
         return float(p) if training and isinstance(p, int | float) else 0.0
@@ -109,13 +113,32 @@ class Graph:
             value = step.call.outputs[0]
 
     def _reads_out(self, call: Call) -> bool:
-        if call.name in _CHOICES or (call.name in _SCALINGS and len(call.inputs) == 1):
+        """Whether a call chooses from, scales or sums what classifiers compute, and nothing else."""
+        if call.name in _CHOICES or self._scales(call):
             return True
-        if self.kind(call) != "add" and call.name != "stack":
+        # The sum of several classifiers; a residual sum has something else on its other side.
+        return self._gathers(call) and all(self._from_classifier(argument.value) for argument in call.inputs)
+
+    def _scales(self, call: Call) -> bool:
+        return call.name in _SCALINGS and len(self._activations(call)) == 1
+
+    def _gathers(self, call: Call) -> bool:
+        return self.kind(call) == "add" or call.name == "stack"
+
+    def _activations(self, call: Call) -> list[int]:
+        """Returns the values that a call reads, but for Parameters and what is computed from them alone."""
+        return [argument.value for argument in call.inputs if not self.record.values[argument.value].parameters]
+
+    def _from_classifier(self, value: int) -> bool:
+        source, _ = self.back(value)
+        if source is None:
             return False
-        # The sum of two classifiers; a residual sum has something else on its other side.
-        sources = [self.back(argument.value)[0] for argument in call.inputs]
-        return all(source is not None and self.kind(source) == "linear" for source in sources)
+        if self.kind(source) == "linear":
+            return True
+        if not (source.name in _CHOICES or self._scales(source) or self._gathers(source)):
+            return False
+        values = self._activations(source) if self._gathers(source) else self._activations(source)[:1]
+        return bool(values) and all(self._from_classifier(one) for one in values)
 
     def back(self, value: int) -> tuple[Call | None, int]:
         """Goes back from a value over shape operations to the first call that is none.

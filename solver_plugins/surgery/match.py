@@ -73,7 +73,8 @@ def _block(graph: Graph, name: str, module: nn.Module, use: _Uses, found: Surrou
     aliases = record.aliases.get(name, ())
     if use.reads:
         reader = graph.label(use.reads[0])
-        reasons.append(f"weight read directly by {reader}, {'as well as called' if use.calls else 'never called'}")
+        also = "as well as by the layer" if use.calls else "and the layer is never called"
+        reasons.append(f"its weight is read directly by {reader}, {also}: a solver in its place would be passed by")
     elif not use.calls:
         inside = record.call_counts.get(name, 0) > 0
         reasons.append("called inside of another layer only" if inside else "never called in the forward pass")
@@ -167,11 +168,11 @@ def _give_each_sum_one_block(found: dict[str, Surroundings | None]) -> None:
             owners[one.skip.call] = name
     for name, one in found.items():
         if one is not None and one.skip is not None and owners[one.skip.call] != name:
-            found[name] = one.without_activation(f"it is the skip of {owners[one.skip.call]!r}")
+            found[name] = one.without_activation(f"its output is the skip connection of {owners[one.skip.call]!r}")
 
 
 def _loose(graph: Graph, parameter: str, owner: nn.Module, use: _Uses) -> Block:
-    reason = f"weight read directly by {graph.label(use.reads[0])}: a Parameter of {type(owner).__name__}, not a layer"
+    reason = f"a Parameter of {type(owner).__name__} that {graph.label(use.reads[0])} multiplies by, not a layer"
     return Block(parameter, owner, host_name=parameter, reasons=(reason,))
 
 
@@ -185,10 +186,17 @@ def _finished(block: Block) -> Block:
     if functional and block.dropout is not None:
         lost: Sampling = "coordinate" if block.dropout.after else "sampling"
         kinds.discard(lost)
-        reasons.append(f"functional dropout cannot be reached: not for {lost} solvers")
+        where = "behind" if block.dropout.after else "before"
+        reasons.append(
+            f"the dropout {where} it is a function (F.dropout), not a module that a solver could take over: not for "
+            f"{lost} solvers"
+        )
     if block.prior is not None and block.prior.zero_argument is None:
         kinds.discard("coordinate")
-        reasons.append(f"the activation {block.prior.name!r} never is zero: not for coordinate solvers")
+        reasons.append(
+            f"the activation {block.prior.name!r} never is zero, as outputs that are not drawn must be: not for "
+            "coordinate solvers"
+        )
     return dataclasses.replace(block, reasons=tuple(reasons), convertible=frozenset(kinds))
 
 

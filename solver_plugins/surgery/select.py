@@ -1,5 +1,6 @@
 """Which blocks a solver converts: its default patterns, and what the user asks for instead."""
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -196,21 +197,38 @@ def _fit(
 def _as_taken(block: Block, kind: Sampling) -> Block:
     if block.prior is None:
         label = block.activation.label if block.activation is not None else "its activation"
-        return without_activation(block, f"{label} is no proximal map and stays behind the block, which has g = 0")
+        return without_activation(block, f"{label} is no proximal map and stays behind the block, which ends before it")
     if block.pattern == "linear-dropout-act" and kind != "coordinate":
         return without_activation(block, "the dropout behind the layer stays, so the block ends before it")
     return block
 
 
 def _not_wanted(block: Block, fitted: Block, kind: Sampling, named: bool) -> str:
-    whose = "not among the patterns asked for" if named else f"not converted by {kind} solvers by default"
-    what = f"pattern {fitted.pattern!r} is {whose}"
+    what = f"pattern {fitted.pattern!r} is"
     if block.prior is None:
-        return f"{block.nonprox_reason} With g = 0 its {what}; ask for it with pattern="
-    hint = "" if named else "; ask for it with pattern="
-    if kind != "deterministic" and not named and fitted.dropout is None:
-        hint = ", as it has no dropout; give p= or pattern="
-    return f"{what}{hint}"
+        what = f"{block.nonprox_reason} What is left, pattern {fitted.pattern!r}, is"
+    if named:
+        return f"{what} not among the patterns asked for"
+    what = f"{what} not converted by {kind} solvers by default"
+    if fitted.pattern in _DEFAULTS_WITH_RATE[kind]:
+        where = "behind" if kind == "coordinate" else "before"
+        return f"{what}, as it has no dropout {where} it; give a rate with p={_aside(block)}"
+    part = fitted.dropout
+    rate = kind == "deterministic" or (part is not None and part.after == (kind == "coordinate"))
+    return f"{what}; ask for it with pattern={fitted.pattern!r}{'' if rate else ' and p='}{_aside(block)}"
+
+
+def _aside(block: Block) -> str:
+    """Returns why the pattern is no longer; names are as seen from the layer, so that layers in like places agree."""
+    if block.activation is not None or not block.notes:
+        return ""
+    text = "; ".join(block.notes)
+    scope = block.name
+    while "." in scope:
+        scope = scope.rpartition(".")[0]
+        # What is left of a name has to be one: not the number of a neighbour.
+        text = re.sub(rf"'{re.escape(scope)}\.(?=[^\d'][^']*')", "'", text).replace(f" in '{scope}'", "")
+    return f" ({text})"
 
 
 __all__ = ["Chosen", "NonProx", "Selection", "select"]

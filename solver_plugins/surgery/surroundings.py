@@ -82,8 +82,18 @@ def _look_ahead(graph: Graph, found: Surroundings) -> None:
             found.notes.append("followed by a sum without an activation")
     elif graph.kind(step.call) == "dropout":
         _take_dropout_behind(graph, found, step.call)
+    elif graph.kind(step.call) == "droppath":
+        found.notes.append(f"followed by {_droppath(graph, step.call)}")
     else:
         found.notes.append(f"followed by {graph.label(step.call)}, which is no activation")
+
+
+def _droppath(graph: Graph, call: Call) -> str:
+    """Says what a DropPath does between a layer and the sum that it belongs to."""
+    return (
+        f"{graph.label(call)}, which drops it for some samples in training: what is added to the skip is then not what "
+        "the layer computes (it is at a drop path rate of 0)"
+    )
 
 
 def _crowd(graph: Graph, step: Step, what: str) -> list[str]:
@@ -95,7 +105,7 @@ def _crowd(graph: Graph, step: Step, what: str) -> list[str]:
         readers.append("the model's caller")
     count = len(step.readers) + step.is_output
     return [
-        f"{what} is used by more than one operation ({count}: {', '.join(readers)}), so no activation can be its prox"
+        f"{what} is used by more than one operation ({count}: {', '.join(readers)}), so no single activation follows"
     ]
 
 
@@ -182,9 +192,12 @@ def _take_norm(graph: Graph, found: Surroundings, step: Step) -> None:
             return
         found.notes.append(f"followed by {label} and a sum without an activation")
         return
+    if behind.call is not None and graph.kind(behind.call) == "droppath":
+        found.notes.append(f"followed by {label} and then {_droppath(graph, behind.call)}")
+        return
     after = "nothing" if behind.call is None else graph.label(behind.call)
     if behind.call is None and (behind.readers or behind.is_output):
-        after = "several readers" if behind.readers else "the model's output"
+        after = "several operations" if behind.readers else "the model's output"
     found.notes.append(f"followed by {label} and then {after}, no activation")
 
 
@@ -195,7 +208,7 @@ def _not_foldable(graph: Graph, found: Surroundings, step: Step) -> str | None:
     name = type(module).__name__
     frozen = "FrozenBatchNorm" in name
     if not isinstance(module, _BatchNorm) and not frozen:
-        return "which is not a diagonal: it divides by statistics of each sample"
+        return "which cannot be folded into the layer: it divides by statistics of each sample, not of the batch"
     if not frozen and name not in _FOLDED_NORMS and type(module).forward not in _TORCH_FORWARDS:
         return "whose class has a forward of its own"
     if not isinstance(getattr(module, "drop", nn.Identity()), nn.Identity):
@@ -233,7 +246,10 @@ def _take_skip(graph: Graph, found: Surroundings, step: Step, pattern: Pattern) 
     found.host = "activation"
     assert found.activation is not None
     if found.prior is not None and found.activation.ownership == "functional":
-        found.reasons.append("functional activation after a skip: no module to host the sum")
+        found.reasons.append(
+            f"the activation after the skip is a function ({found.activation.label}), and a solver after a sum needs "
+            "an activation module to run in"
+        )
     elif found.prior is not None and _called_between(graph, found):
         found.reasons.append(
             f"the activation {found.activation.name!r} after the skip is also called between the layer and the sum, so "

@@ -27,7 +27,7 @@ _IMAGE: dict[str, Any] = {
 
 
 def bert(**options: Any) -> nn.Module:
-    return transformers.BertForSequenceClassification(transformers.BertConfig(**_TEXT, **options))
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**{**_TEXT, **options}))
 
 
 def roberta(**options: Any) -> nn.Module:
@@ -57,6 +57,10 @@ def t5(**options: Any) -> nn.Module:
     return transformers.T5ForSequenceClassification(config)
 
 
+def t5_gated(**options: Any) -> nn.Module:
+    return t5(feed_forward_proj="gated-gelu", **options)
+
+
 def bart(**options: Any) -> nn.Module:
     config = transformers.BartConfig(
         vocab_size=64,
@@ -83,10 +87,31 @@ def beit(**options: Any) -> nn.Module:
 
 
 def resnet(**options: Any) -> nn.Module:
-    config = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2], layer_type="basic", num_labels=3, **options
+    shape = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic", "num_labels": 3}
+    return transformers.ResNetForImageClassification(transformers.ResNetConfig(**{**shape, **options}))
+
+
+def resnet_bottleneck(**options: Any) -> nn.Module:
+    return resnet(hidden_sizes=[16, 32], layer_type="bottleneck", **options)
+
+
+def efficientnet(**options: Any) -> nn.Module:
+    config = transformers.EfficientNetConfig(
+        image_size=32,
+        width_coefficient=0.1,
+        depth_coefficient=1.0,
+        kernel_sizes=[3, 5],
+        in_channels=[32, 16],
+        out_channels=[16, 24],
+        depthwise_padding=[],
+        strides=[1, 2],
+        num_block_repeats=[1, 2],
+        expand_ratios=[1, 6],
+        hidden_dim=128,
+        num_labels=3,
+        **options,
     )
-    return transformers.ResNetForImageClassification(config)
+    return transformers.EfficientNetForImageClassification(config)
 
 
 def convnext(**options: Any) -> nn.Module:
@@ -141,5 +166,22 @@ def wav2vec2(**options: Any) -> nn.Module:
 
 MODELS: dict[str, Callable[..., nn.Module]] = {
     made.__name__: made
-    for made in (bert, roberta, gpt2, t5, bart, vit, beit, resnet, convnext, swin, mixtral, bert_mlm, wav2vec2)
+    for made in (
+        bert,
+        roberta,
+        gpt2,
+        t5,
+        t5_gated,
+        vit,
+        beit,
+        resnet,
+        resnet_bottleneck,
+        convnext,
+        efficientnet,
+        swin,
+        bart,
+        mixtral,
+        bert_mlm,
+        wav2vec2,
+    )
 }

@@ -114,7 +114,7 @@ def test_gains_are_written_down_and_undone():
     assert torch.equal(again(X), model(X))
     assert torch.equal(copy.deepcopy(model)(X), model(X))
     assert list(model.state_dict()) == list(plain.state_dict())
-    assert model.bfloat16().conv1.gain.dtype == torch.float32
+    assert model.bfloat16().conv1.channel_gain.dtype == torch.float32
     model.float()
     set_blend(model, 0.0)
     assert torch.allclose(model(X), plain(X), rtol=1e-2, atol=1e-2)
@@ -164,6 +164,6 @@ def test_bad_input():
         set_blend(model, -0.1)
     with pytest.raises(RuntimeError):
         calibrate(model, [X[:, :2]], progress=False)
-    assert model.fc1.observer is None and model.fc1.gain is None and model.fc1.solver.config.iters == 3
+    assert model.fc1.observer is None and model.fc1.channel_gain is None and model.fc1.solver.config.iters == 3
     with pytest.raises(OptionError, match="5 finite gains"):
         model.fc1.set_gain(torch.ones(4))

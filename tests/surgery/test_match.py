@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from timm.layers import DropPath
 from timm.layers.norm_act import FrozenBatchNormAct2d
 from torch import Tensor, nn
 from torch.nn import functional
@@ -55,7 +56,7 @@ def test_shape_operations_are_skipped(between: Any) -> None:
         (lambda self, x: torch.cat([y := self.fc(x), torch.relu(y)]), "used by more than one operation (2: "),
         (lambda self, x: (torch.relu(y := self.fc(x)), y), "used by more than one operation (2: relu, the model's"),
         (lambda self, x: torch.relu(self.fc(x) * 2), "followed by mul"),
-        (lambda self, x: torch.relu(self.norm(self.fc(x))), "which is not a diagonal"),
+        (lambda self, x: torch.relu(self.norm(self.fc(x))), "which cannot be folded into the layer"),
         (lambda self, x: self.bn(self.fc(x)) * 2, "followed by BatchNorm1d 'bn' and then mul, no activation"),
         (lambda self, x: self.bn(self.fc(x)) + x, "followed by BatchNorm1d 'bn' and a sum without an activation"),
         (lambda self, x: torch.relu(self.bn(self.fc(x[:, None]).flatten(1))), "shape operations stand between"),
@@ -152,16 +153,89 @@ def test_skips() -> None:
     assert len(conv2.convertible) == 3
     assert conv2.activation is not None and conv2.activation.ownership == "shared"
     assert conv2.skip is not None and conv2.skip.operand == 1 and conv2.skip.source == "BatchNorm2d 'down.1'"
-    assert down.pattern == "linear" and down.notes == ("it is the skip of 'conv2'",) and len(down.convertible) == 3
+    assert down.pattern == "linear" and len(down.convertible) == 3
+    assert down.notes == ("its output is the skip connection of 'conv2'",)
 
 
 def test_a_functional_activation_after_a_skip_cannot_host_it() -> None:
     block = fc(lambda self, x: torch.relu(self.fc(x) + x))
     assert block.pattern == "linear-skip-act" and not block.convertible
-    assert block.reasons == ("functional activation after a skip: no module to host the sum",)
+    assert block.reasons[0].startswith("the activation after the skip is a function (relu)")
     hosted = fc(lambda self, x: self.act(x + self.bn(self.fc(x))), act=nn.ReLU(), bn=nn.BatchNorm1d(4))
     assert hosted.pattern == "linear-norm-skip-act" and hosted.host_name == "act" and len(hosted.convertible) == 3
     assert hosted.skip is not None and hosted.skip.operand == 0
+
+
+class Shortcut(nn.Module):
+    """A residual branch of timm's ResNets: linear -> norm -> DropPath -> sum -> activation."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.fc, self.bn, self.drop_path, self.act = nn.Linear(4, 4), nn.BatchNorm1d(4), DropPath(rate), nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.act(self.drop_path(self.bn(self.fc(x))) + x)
+
+
+@pytest.mark.parametrize(
+    ("rate", "training", "pattern"),
+    [
+        (0.0, True, "linear-norm-skip-act"),
+        (0.0, False, "linear-norm-skip-act"),
+        (0.25, False, "linear"),
+        (0.25, True, "linear"),
+    ],
+)
+def test_a_drop_path_before_the_sum(rate: float, training: bool, pattern: str) -> None:
+    model = Shortcut(rate).train(training)
+    (block,) = match(record(model, torch.rand(2, 4)), model)
+    assert block.pattern == pattern and model.drop_path.training == training
+    if pattern == "linear":
+        assert block.notes == (
+            "followed by BatchNorm1d 'bn' and then DropPath 'drop_path', which drops it for some samples in training: "
+            "what is added to the skip is then not what the layer computes (it is at a drop path rate of 0)",
+        )
+    else:
+        assert block.host_name == "act" and block.norm is not None and block.skip is not None
+
+
+def test_a_drop_path_behind_the_layer_alone() -> None:
+    block = fc(lambda self, x: torch.relu(self.drop_path(self.fc(x)) + x), drop_path=DropPath(0.1))
+    assert block.pattern == "linear" and "DropPath 'drop_path', which drops it for some samples" in block.notes[0]
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda one, two, w: one + 0.5 * two.max(1)[0],  # VOLO: the class token's head, and the best of the patches'
+        lambda one, two, w: torch.stack([w.softmax(-1)[0] * one, w.softmax(-1)[1] * two.mean(1)]).sum(
+            0
+        ),  # EfficientViM
+        lambda one, two, w: (one + two[:, 0]) / 2,  # DeiT with distillation
+        lambda one, two, w: (one, two),
+    ],
+)
+def test_two_heads_are_both_last(join: Any) -> None:
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 3), nn.Linear(4, 3)
+            self.w = nn.Parameter(torch.zeros(2))
+
+        def forward(self, x: Tensor) -> Any:
+            x = self.body(x)
+            return join(self.one(x[:, 0]), self.two(x), self.w)
+
+    model = Heads()
+    found = {block.name: block.is_last for block in match(record(model, torch.rand(2, 5, 4)), model)}
+    assert found == {"body": False, "one": True, "two": True}
+
+
+def test_a_residual_sum_is_no_sum_of_heads() -> None:
+    found = blocks(
+        lambda self, x: self.norm(y := self.fc(x)) + 0.5 * self.two(y), norm=nn.LayerNorm(4), two=nn.Linear(4, 4)
+    )
+    assert not found["fc"].is_last and not found["two"].is_last
 
 
 def test_dropouts() -> None:
@@ -196,9 +270,13 @@ class OwnForward(nn.Linear):
 def test_layers_that_cannot_be_converted() -> None:
     reasons = {
         "never called": lambda self, x: torch.relu(x),
-        "weight read directly by linear, never called": lambda self, x: functional.linear(x, self.fc.weight),
-        "weight read directly by matmul, as well as called": lambda self, x: self.fc(x) @ self.fc.weight,
-        "weight read directly by einsum": lambda self, x: torch.einsum("bi,oi->bo", x, self.fc.weight.to(x.dtype)),
+        "its weight is read directly by linear, and the layer is never called": lambda self, x: functional.linear(
+            x, self.fc.weight
+        ),
+        "its weight is read directly by matmul, as well as by the layer": lambda self, x: self.fc(x) @ self.fc.weight,
+        "its weight is read directly by einsum": lambda self, x: torch.einsum(
+            "bi,oi->bo", x, self.fc.weight.to(x.dtype)
+        ),
     }
     for reason, forward in reasons.items():
         block = fc(forward)
@@ -231,10 +309,12 @@ def test_parameters_without_a_layer() -> None:
 
     found = blocks(lambda self, x: self.experts(self.fc(x)), experts=Experts())
     assert list(found) == ["fc", "experts.weights"]
-    assert "a Parameter of Experts, not a layer" in found["experts.weights"].reasons[0]
+    assert found["experts.weights"].reasons == (
+        "a Parameter of Experts that bmm in 'experts' multiplies by, not a layer",
+    )
     attention = nn.MultiheadAttention(4, 2)
     found = blocks(lambda self, x: self.attn(x[None], x[None], x[None])[0], attn=attention)
-    assert found["attn.out_proj"].reasons[0].startswith("weight read directly by multi_head_attention_forward")
+    assert found["attn.out_proj"].reasons[0].startswith("its weight is read directly by multi_head_attention_forward")
     assert "a Parameter of MultiheadAttention" in found["attn.in_proj_weight"].reasons[0]
 
 

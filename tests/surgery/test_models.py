@@ -1,45 +1,52 @@
-"""The blocks of real models, every one with its pattern or the reason against a longer one.
+"""The blocks of real models, each with its pattern or the reason against a longer one, and what solvers take of them.
 
-``blocks.txt`` was checked by hand against the sources of the models; see ``rows.py`` for how to read it. To write it
-anew after a change: ``python -m tests.surgery.test_models > tests/surgery/blocks.txt``, and read the difference.
+``blocks.txt`` and ``selections.txt`` were derived by hand from the sources of the models; see ``rows.py`` for how to
+read them. ``python -m tests.surgery.test_models timm resnet18`` prints what the matcher says.
 """
 
+import functools
 import pathlib
+import sys
 from typing import Any
 
 import pytest
 import timm
+import torch
 from torch import nn
 
 from tests.surgery.models import MODELS
-from tests.surgery.rows import table
+from tests.surgery.rows import read_sections, selection_table, table
 
 TIMM: dict[str, dict[str, Any]] = {
     "vgg16": {"drop_rate": 0.5},
     "resnet18": {"drop_rate": 0.2},
-    "test_convnext": {},
+    "resnet50": {},
+    "resnet26t": {"drop_path_rate": 0.1},
+    "convnext_tiny": {},
+    "efficientnet_b0": {"drop_rate": 0.2},
     "efficientnet_lite0": {},
-    "test_efficientnet": {},
-    "test_vit": {"drop_rate": 0.1, "proj_drop_rate": 0.1},
-    "swin_tiny_patch4_window7_224": {"depths": (1, 1, 2, 1)},
+    "vit_tiny_patch16_224": {"drop_rate": 0.2, "proj_drop_rate": 0.1},
+    "swin_tiny_patch4_window7_224": {},
     "swinv2_tiny_window8_256": {"depths": (1, 1, 1, 1)},
-    "beit_base_patch16_224": {"depth": 1},
+    "beit_base_patch16_224": {},
     "mixer_s32_224": {},
     "vit_base_patch16_clip_quickgelu_224": {"depth": 1},
     "test_nfnet": {},
-    "resnet26t": {"drop_path_rate": 0.1},
 }
 TRANSFORMERS: dict[str, dict[str, Any]] = {
-    "bert": {},
+    "bert": {"num_hidden_layers": 2},
     "roberta": {},
     "gpt2": {},
     "t5": {"classifier_dropout": 0.1},
-    "bart": {"classifier_dropout": 0.1},
+    "t5_gated": {},
     "vit": {},
     "beit": {},
     "resnet": {},
+    "resnet_bottleneck": {},
     "convnext": {},
+    "efficientnet": {},
     "swin": {},
+    "bart": {"classifier_dropout": 0.1},
     "mixtral": {},
     "bert_mlm": {},
     "wav2vec2": {},
@@ -48,28 +55,31 @@ CASES = [("timm", name) for name in TIMM] + [("transformers", name) for name in 
 
 
 def build(library: str, name: str) -> nn.Module:
-    return timm.create_model(name, **TIMM[name]) if library == "timm" else MODELS[name](**TRANSFORMERS[name])
+    if library == "transformers":
+        return MODELS[name](**TRANSFORMERS[name])
+    with torch.device("meta"):
+        return timm.create_model(name, **TIMM[name])
 
 
-def expected() -> dict[str, list[str]]:
-    sections: dict[str, list[str]] = {}
-    for text in pathlib.Path(__file__).with_name("blocks.txt").read_text().splitlines():
-        if text.startswith("== "):
-            rows = sections[text[3:]] = []
-        elif text:
-            rows.append(text)
-    return sections
+@functools.cache
+def expected(file: str) -> dict[str, list[str]]:
+    return read_sections(pathlib.Path(__file__).with_name(file).read_text())
 
 
 @pytest.mark.parametrize(("library", "name"), CASES)
 def test_blocks_are_those_of_the_source(library: str, name: str) -> None:
-    assert table(build(library, name)) == expected()[f"{library} {name}"]
+    assert table(build(library, name)) == expected("blocks.txt")[f"{library} {name}"]
 
 
 def test_no_section_is_left_over() -> None:
-    assert list(expected()) == [f"{library} {name}" for library, name in CASES]
+    assert list(expected("blocks.txt")) == [f"{library} {name}" for library, name in CASES]
+
+
+@pytest.mark.parametrize("heading", expected("selections.txt"))
+def test_solvers_take_by_default_what_they_should(heading: str) -> None:
+    assert selection_table(build(*heading.split())) == expected("selections.txt")[heading]
 
 
 if __name__ == "__main__":
-    for case in CASES:
-        print(f"== {' '.join(case)}", *table(build(*case)), "", sep="\n")
+    made = build(*sys.argv[1:3])
+    print(*table(made), *selection_table(made), sep="\n")
