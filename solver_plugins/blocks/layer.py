@@ -28,8 +28,8 @@ class LayerBlock(TrackedStep):
     Attributes:
         solver: How it solves.
         prior: Whose proximal map the activation is.
-        channel_gain: One factor per output feature on the solver's argument, from :func:`solver_plugins.calibrate`; None for
-            ones.
+        channel_gain: One factor per output feature on the solver's argument, from :func:`solver_plugins.calibrate`;
+            None for ones.
         blend: ``a`` in ``(1 - a) v_1 + a v_K``, between the first iterate and the last; None for one.
         routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
         observer: Looks at solves while a model is calibrated.
@@ -117,7 +117,9 @@ def shell_for(layer: nn.Module, kind: type[LayerBlock], reserved: set[str]) -> t
             "accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
             "layer.compile() (make the block from a plain layer, then compile the block)."
         )
-    taken = sorted(reserved & (vars(layer).keys() | layer._parameters.keys() | layer._buffers.keys() | layer._modules.keys()))
+    taken = sorted(
+        reserved & (vars(layer).keys() | layer._parameters.keys() | layer._buffers.keys() | layer._modules.keys())
+    )
     if taken:
         raise UnsupportedLayerError(
             f"A solver block needs the names {', '.join(sorted(reserved))} for itself; this {type(layer).__name__} "

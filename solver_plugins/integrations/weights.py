@@ -21,7 +21,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     try:
         found = load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except Exception as error:
-        raise InputError(f"Expected weights in {path} (safetensors, or a torch state dict); reading it: {error}") from None
+        raise InputError(
+            f"Expected weights in {path} (safetensors, or a torch state dict); reading it: {error}"
+        ) from None
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):
             found = found[key]

@@ -60,7 +60,9 @@ def main() -> None:
     model = convert_model(copy.deepcopy(plain), "proxgd", iters=args.iters, pattern=args.pattern).eval()
     seconds = time.perf_counter() - start
     print(f"tf_efficientnet_lite0, proxgd, iters={args.iters}, pattern={args.pattern}, {args.count} images;")
-    print(f"converted in {seconds:.1f} s; torch {torch.__version__}, {platform.machine()}, {time.strftime('%Y-%m-%d')}\n")
+    print(
+        f"converted in {seconds:.1f} s; torch {torch.__version__}, {platform.machine()}, {time.strftime('%Y-%m-%d')}\n"
+    )
     print("| network | feature similarity | scale of features | same top class | in the top five |")
     print("|---|---|---|---|---|")
 
@@ -69,7 +71,9 @@ def main() -> None:
         cosine = functional.cosine_similarity(features, wanted).mean()
         top = scores.argmax(-1, keepdim=True)
         first, five = (found.topk(k).indices.eq(top).any(-1).float().mean() for k in (1, 5))
-        print(f"| {label} | {cosine:.3f} | {features.std() / wanted.std():.2f}x | {first:.1%} | {five:.1%} |", flush=True)
+        print(
+            f"| {label} | {cosine:.3f} | {features.std() / wanted.std():.2f}x | {first:.1%} | {five:.1%} |", flush=True
+        )
 
     row("converted, raw")
     for blend in (0.1, 0.3):

@@ -6,6 +6,7 @@ import math
 import pytest
 import timm
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from solver_plugins import (
