@@ -25,11 +25,12 @@ from solver_plugins import calibrate, convert_model, set_blend
 from solver_plugins.integrations.weights import load_in_order, read_weights
 
 
-def load_images(folder: str, model: nn.Module, count: int) -> Tensor:
-    """Returns images as the network expects them."""
+def load_images(folder: str, model: nn.Module, count: int, size: int) -> Tensor:
+    """Returns images as the network expects them, of this size."""
     found = datasets.load_from_disk(folder)
     split = found["test"] if isinstance(found, datasets.DatasetDict) else found
-    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    settings = timm.data.resolve_model_data_config(model) | {"input_size": (3, size, size)}
+    transform = timm.data.create_transform(**settings)
     return torch.stack([transform(split[index]["image"].convert("RGB")) for index in range(count)])
 
 
@@ -49,17 +50,20 @@ def main() -> None:
     parser.add_argument("--images", required=True)
     parser.add_argument("--count", type=int, default=256, help="images to compare on")
     parser.add_argument("--calibration", type=int, default=128, help="other images to calibrate with")
+    parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--iters", type=int, default=10)
     parser.add_argument("--pattern", default="all")
     args = parser.parse_args()
     plain = load_in_order(timm.create_model("tf_efficientnet_lite0"), read_weights(args.weights)).eval()
-    images = load_images(args.images, plain, args.calibration + args.count)
+    images = load_images(args.images, plain, args.calibration + args.count, args.size)
     known, unseen = images[: args.calibration], images[args.calibration :]
     wanted, scores = outputs(plain, unseen)
     start = time.perf_counter()
     model = convert_model(copy.deepcopy(plain), "proxgd", iters=args.iters, pattern=args.pattern).eval()
     seconds = time.perf_counter() - start
-    print(f"tf_efficientnet_lite0, proxgd, iters={args.iters}, pattern={args.pattern}, {args.count} images;")
+    print(
+        f"tf_efficientnet_lite0, proxgd, iters={args.iters}, pattern={args.pattern}, {args.count} images of {args.size} px;"
+    )
     print(
         f"converted in {seconds:.1f} s; torch {torch.__version__}, {platform.machine()}, {time.strftime('%Y-%m-%d')}\n"
     )
