@@ -150,6 +150,12 @@ class ChainBlock(LayerBlock):
         if call is None:
             return None
         u, y, kernel = call
+        if not torch.compiler.is_compiling() and hasattr(self, "unshard") and kernel.untyped_storage().size() == 0:
+            raise SolverPluginsError(
+                f"The weight of this {type(self).__name__} was sharded again before the norm or activation behind it "
+                "ran. Shard layer and norm as one unit: fully_shard the module that holds both, or pass "
+                "reshard_after_forward=False."
+            )
         norm = self.folded_norm()
         constant = self._current_L(kernel) if self.solver.needs_constant else self.L
         diagonal = None
@@ -214,7 +220,8 @@ class Outlet(Shell):
             return argument
         raise SolverPluginsError(
             "A solver behind a norm or a skip ran without its linear layer: expected that layer to be called just "
-            "before, in the same forward pass."
+            "before, in the same forward pass. Was the norm or activation alone recomputed by gradient checkpointing? "
+            "Checkpoint the module that holds both."
         )
 
 

@@ -46,7 +46,11 @@ def running_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
     else:
         var = bn.running_var
     scale = torch.rsqrt(var.to(dtype) + bn.eps)
-    return scale if bn.weight is None else scale * bn.weight.detach().to(dtype)
+    if bn.weight is None:
+        return scale
+    weight = bn.weight.detach()
+    # A shard of it (FSDP2) says nothing of the other rows.
+    return scale * (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).to(dtype)
 
 
 def diagonal_of(norm: nn.Module, y: Tensor, dtype: torch.dtype) -> Tensor:

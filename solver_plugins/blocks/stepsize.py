@@ -111,7 +111,7 @@ class TrackedStep(Shell):
                 f"Expected method 'certified' or 'power'; found {method!r}. (An 'exact' constant holds for one input "
                 "size only, and a block must be safe for all.)"
             )
-        kernel = self._kernel().detach()
+        kernel = _gathered(self._kernel().detach())
         reference = self._new_reference(kernel)
         diagonal = next(iter(reference.values()), None)
         constant = lipschitz_from_kernel(kernel, self.geometry, method=method, diagonal=diagonal, tolerance=tolerance)
@@ -236,6 +236,11 @@ def _certify_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
         module.refresh_step()
     except SolverPluginsError as error:
         warn(f"The step size of a loaded {type(module).__name__} is not certified: {error}", SolverPluginsWarning)
+
+
+def _gathered(kernel: Tensor) -> Tensor:
+    """Returns a whole kernel where there are shards of it (FSDP2): all processes certify, or none does."""
+    return kernel.full_tensor() if hasattr(kernel, "full_tensor") else kernel
 
 
 def _differ(one: Tensor, other: Tensor) -> Tensor:

@@ -76,9 +76,12 @@ class Anderson(Solver):
         residuals = (*state.residuals, residual)[-self.config.window - 1 :]
         better = size < state.best_size
         best_image = torch.where(better, flat_image, state.best_image)
-        v = torch.where(better, self._mix(images, residuals, problem.rounding), best_image)
+        mixed = self._mix(images, residuals, problem.rounding)
+        # Shaped before the choice: a block that returned a view would lose FSDP2's hook to an in-place activation.
+        chooses = better.reshape(*better.shape[:-1], *(1,) * -flat_dims)
+        v = torch.where(chooses, mixed.reshape(image.shape), best_image.reshape(image.shape))
         best_size = torch.where(better, size, state.best_size)
-        return HistoryState(v.reshape(image.shape), step, images, residuals, best_image, best_size)
+        return HistoryState(v, step, images, residuals, best_image, best_size)
 
     def _mix(self, images: tuple[Tensor, ...], residuals: tuple[Tensor, ...], rounding: float) -> Tensor:
         # The small solve keeps the working precision: autocast would run its products in half.

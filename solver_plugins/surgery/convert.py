@@ -40,6 +40,7 @@ _WRAPPERS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "unwrap it (model.module), convert, wrap again",
     "torch.nn.parallel.data_parallel.DataParallel": "unwrap it (model.module), convert, wrap again",
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "convert first, then shard",
+    "torch.distributed.fsdp.FSDPModule": "convert first, then shard",
     "torch._dynamo.eval_frame.OptimizedModule": "convert the original (model._orig_mod), then compile",
 }
 
@@ -149,8 +150,14 @@ def revert_model(model: nn.Module) -> nn.Module:
     """Turns every solver block of a model into its plain layer again, with the weights as they are now.
 
     Raises:
-        ConversionError: If there is none.
+        ConversionError: If there is none, or the model is sharded.
     """
+    if any(is_sharded(module) for module in model.modules()):
+        # Its layers have a class that fully_shard made; taking a shell off would take that, too.
+        raise ConversionError(
+            "Expected a model that is not sharded; found modules of fully_shard. Save its full state dict, load it "
+            "into the converted model before sharding, and revert that."
+        )
     if not restore(model):
         raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
     return model
@@ -261,11 +268,8 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Raises ConversionError for a model in which a solver would never run, or that has one."""
     if not isinstance(model, nn.Module):
         raise OptionError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
-    for base in type(model).__mro__:
-        remedy = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
-        if remedy is not None:
-            raise ConversionError(f"Expected a plain model; found {type(model).__name__}: {remedy}.")
     for name, module in model.named_modules():
+        _refuse_wrapper(name, module)
         if isinstance(module, TrackedStep):
             raise ConversionError(f"{name or 'The model'} is converted already; call revert_model(model) first.")
         if hasattr(module, "_hf_hook"):
@@ -276,3 +280,19 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
     if any(isinstance(parameter, torch.nn.parameter.UninitializedParameter) for parameter in model.parameters()):
         raise ConversionError("Expected initialised weights; found lazy layers. Run one forward pass first.")
+
+
+def _refuse_wrapper(name: str, module: nn.Module) -> None:
+    """Raises ConversionError for a module that wraps another one, or hides its own forward."""
+    found = f"found {type(module).__name__}" + (f" at {name!r}" if name else "")
+    for base in type(module).__mro__:
+        remedy = _WRAPPERS.get(f"{base.__module__}.{base.__qualname__}")
+        if remedy is not None:
+            raise ConversionError(f"Expected a plain model; {found}: {remedy}.")
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise ConversionError(f"Expected a plain model; {found} after .compile(): convert first, then compile.")
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether ``fully_shard`` (FSDP2) has given a module its class."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)

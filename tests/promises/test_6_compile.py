@@ -1,0 +1,70 @@
+"""Promise 6: converted models compile whole, and neither training steps nor refreshed constants compile them again."""
+
+import copy
+
+import pytest
+import torch
+import torch._dynamo.testing
+
+from solver_plugins import convert_model, refresh_steps
+from tests.promises.cases import SOLVERS, converted, hosts, run
+from tests.promises.small import ResidualNet, still
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch.compiler.reset()
+
+
+def assert_compiles_whole(made, call):
+    """One graph per mode; outputs, gradients and constants are the eager ones (deterministic solvers)."""
+    eager = copy.deepcopy(still(made)).train()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(made.train(), fullgraph=True, backend=counter)
+    for factor in (1.0, 1.5, 0.5):
+        for one in (made, eager):
+            one.zero_grad()
+            with torch.no_grad():
+                for block in hosts(one).values():
+                    for parameter in block.parameters(recurse=False):
+                        parameter.mul_(factor)
+            if factor == 0.5:
+                refresh_steps(one)
+        outputs = call(compiled), call(eager)
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+        for output in outputs:
+            output.square().mean().backward()
+        for a, b in zip(made.parameters(), eager.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None)
+            if a.grad is not None:
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-3, atol=1e-5)
+        for a, b in zip(hosts(made).values(), hosts(eager).values(), strict=True):
+            torch.testing.assert_close(a.L, b.L, rtol=1e-4, atol=0)
+        assert counter.frame_count == 1, "a moved weight or a refreshed constant must not compile again"
+
+
+def test_a_small_residual_network_compiles_whole():
+    """Promise 6: norm, skip and layer hosts in one graph."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 3, 10, 10)
+    made = convert_model(ResidualNet(), "proxgd", 2, pattern="all", example_inputs=x)
+    assert_compiles_whole(made, lambda one: one(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["timm_vgg", "timm_resnet", "timm_vit", "functional"])
+def test_whole_models_compile(model):
+    """Promise 6: VGG, ResNet and ViT of timm, every pattern."""
+    assert_compiles_whole(converted(model, "proxgd"), lambda one: run(one, model))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_solver_compiles_in_every_kind_of_host(solver):
+    """Promise 6: compiled random numbers differ from eager ones, so sampled results are only finite."""
+    x = torch.randn(2, 3, 10, 10)
+    made = convert_model(ResidualNet(), solver, 2, pattern="all", example_inputs=x, **SOLVERS[solver])
+    output = torch.compile(made, fullgraph=True, backend="aot_eager")(x)
+    output.sum().backward()
+    assert torch.isfinite(output).all()
+    assert all(torch.isfinite(parameter.grad).all() for parameter in made.parameters() if parameter.grad is not None)
