@@ -61,9 +61,8 @@ def main() -> None:
     start = time.perf_counter()
     model = convert_model(copy.deepcopy(plain), "proxgd", iters=args.iters, pattern=args.pattern).eval()
     seconds = time.perf_counter() - start
-    print(
-        f"tf_efficientnet_lite0, proxgd, iters={args.iters}, pattern={args.pattern}, {args.count} images of {args.size} px;"
-    )
+    what = f"proxgd, iters={args.iters}, pattern={args.pattern}, {args.count} images of {args.size} px"
+    print(f"tf_efficientnet_lite0, {what};")
     print(
         f"converted in {seconds:.1f} s; torch {torch.__version__}, {platform.machine()}, {time.strftime('%Y-%m-%d')}\n"
     )
