@@ -23,7 +23,14 @@ from solver_plugins.blocks import (
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
 from solver_plugins.registry import list_solvers, register_solver, solver_info
-from solver_plugins.surgery import apply_conversion, conversion_of, convert_model, inspect_model, revert_model
+from solver_plugins.surgery import (
+    apply_conversion,
+    conversion_of,
+    convert_model,
+    inspect_model,
+    revert_model,
+    solver_report,
+)
 
 try:
     __version__ = version("solver-plugins")
@@ -55,4 +62,5 @@ __all__ = [
     "solver_conv3d",
     "solver_info",
     "solver_linear",
+    "solver_report",
 ]

@@ -14,7 +14,9 @@ import typer
 
 from solver_plugins.errors import SolverPluginsError, did_you_mean
 
-COMMANDS: dict[str, str] = {}
+COMMANDS: dict[str, str] = {
+    "inspect": "Show what a conversion would do to a model, block by block.",
+}
 """Each subcommand with its one-line help. ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``, a typer
 command; dashes in the name are underscores there. A group is a ``typer.Typer`` called ``app`` in that module."""
 
@@ -34,9 +36,16 @@ class _LazyGroup(click.Group):
         if app is None:
             app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
             app.command(cmd_name)(getattr(module, attribute))
-        made: Any = typer.main.get_command(app)
-        made.name = cmd_name
-        return made
+        inner: Any = typer.main.get_command(app)
+
+        # typer may come with a click of its own, whose exceptions and exits this one does not know: the subcommand
+        # reads its arguments, shows its help and ends by itself.
+        def run(arguments: tuple[str, ...]) -> None:
+            inner.main(list(arguments), prog_name=f"{ctx.command_path} {cmd_name}")
+
+        rest = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
+        settings = {"ignore_unknown_options": True, "help_option_names": []}
+        return click.Command(cmd_name, callback=run, params=[rest], context_settings=settings)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:

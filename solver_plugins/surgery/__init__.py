@@ -24,6 +24,7 @@ from solver_plugins.surgery.parts import (
 from solver_plugins.surgery.record import Argument, Call, Record, Ref, Value, record
 from solver_plugins.surgery.report import Report, Row, inspect_model
 from solver_plugins.surgery.select import Chosen, Selection, select
+from solver_plugins.surgery.status import BlockStatus, SolverReport, solver_report
 
 __all__ = [
     "PATTERNS",
@@ -31,6 +32,7 @@ __all__ = [
     "Argument",
     "Block",
     "BlockRecord",
+    "BlockStatus",
     "Call",
     "Chosen",
     "Conversion",
@@ -48,6 +50,7 @@ __all__ = [
     "Sampling",
     "Selection",
     "SkipPart",
+    "SolverReport",
     "TargetError",
     "Value",
     "apply_conversion",
@@ -61,5 +64,6 @@ __all__ = [
     "revert_model",
     "select",
     "settle_conversion",
+    "solver_report",
     "without_activation",
 ]

@@ -7,9 +7,13 @@ import timm
 import torch
 from torch import nn
 
-from solver_plugins import inspect_model
+from solver_plugins import SolverLinear, convert_model, inspect_model, solver_report
 from solver_plugins.blocks import TrackedStep
 from solver_plugins.errors import OptionError
+from solver_plugins.prox import prox_for
+from solver_plugins.registry import SOLVERS
+from solver_plugins.surgery.cost import cost_of
+from solver_plugins.surgery.report import CHANGES_SCALE
 from tests.surgery.test_convert import X, make
 
 
@@ -27,16 +31,16 @@ def test_rows_totals_and_json():
     assert pytest.approx(exact, rel=1e-3) == fc1.L and fc1.step == pytest.approx(1 / (fc1.L + 1e-3))
     assert not rows["conv1"].converted and "not converted by sampling solvers" in rows["conv1"].reason
     data = json.loads(report.to_json())
-    assert data["totals"] == {
-        "layers": 5, "converted": 2, "patterns": {"dropout-linear-act": 1, "dropout-linear": 1},
-    }  # fmt: skip
+    totals = data["totals"]
+    assert (totals["layers"], totals["converted"]) == (5, 2)
+    assert totals["patterns"] == {"dropout-linear-act": 1, "dropout-linear": 1}
 
 
 def test_table():
     text = str(inspect_model(make(), "proxgd", iters=3, pattern="all", example_inputs=X))
     assert "5 of 5 layers become proxgd" in text and "linear-norm-skip-act" in text and "5x" in text
     text = str(inspect_model(make(), "rcd", example_inputs=X))
-    assert "0 of 5 layers" in text and "left alone" in text
+    assert "0 of 5 layers" in text and "Left alone" in text
 
 
 def test_coordinates_count_outputs():
@@ -50,3 +54,111 @@ def test_real_model_and_bad_options():
     assert {row.pattern for row in report.converted} >= {"linear-norm-act", "linear-norm-skip-act"}
     with pytest.raises(OptionError, match="iters"):
         inspect_model(nn.Linear(2, 2), "proxgd", itrs=3)
+
+
+def test_constant_is_the_one_that_the_converted_block_has():
+    model = make()
+    with torch.no_grad():
+        for norm in (model.bn1, model.bn2):
+            norm.weight.uniform_(-2, 2)
+            norm.running_var.uniform_(0.1, 3)
+        model.bn2.weight[0] = 0
+    for solver in ("proxgd", "ms2gd"):
+        rate = {} if solver == "proxgd" else {"p": 0.5}
+        report = inspect_model(model, solver, pattern="all", example_inputs=X, **rate)
+        converted = convert_model(model, solver, pattern="all", example_inputs=X, inplace=False, **rate)
+        found = {block.name: block for block in solver_report(converted).blocks}
+        assert len(found) == 5
+        for row in report.converted:
+            assert found[row.name].host == row.host and found[row.name].tau == row.tau
+            assert pytest.approx(found[row.name].L, rel=1e-6) == row.L
+            assert row.step == pytest.approx(found[row.name].step, rel=1e-4)
+
+
+def test_operations_are_counted():
+    """Against the multiply-adds of each layer by hand: conv1 has 6 x 6 outputs for an image of 12 x 11."""
+    report = inspect_model(make(), "proxgd", iters=4, pattern="all", example_inputs=X, lipschitz=False)
+    rows = {row.name: row for row in report.rows}
+    by_hand = {
+        "conv1": 2 * 6 * 6 * 4 * 3 * 9,
+        "conv2": 2 * 6 * 6 * 4 * 4 * 9,
+        "conv3": 2 * 4 * 4 * 6 * 4 * 9,
+        "fc1": 2 * 5 * 6,
+        "fc2": 2 * 3 * 5,
+    }
+    assert {name: row.plain_flops for name, row in rows.items()} == by_hand
+    assert all(row.cost == 7 and row.flops == 7 * row.plain_flops and row.memory > 0 for row in rows.values())
+    totals = report.totals
+    assert totals["plain_flops"] == sum(by_hand.values()) and totals["flops"] == 7 * totals["plain_flops"]
+    # Layers that stay plain count as such.
+    report = inspect_model(make(), "proxgd", iters=4, targets=["fc1"], example_inputs=X, lipschitz=False)
+    assert report.totals["plain_flops"] == sum(by_hand.values())
+    assert report.totals["flops"] == sum(by_hand.values()) + 6 * by_hand["fc1"]
+
+
+@pytest.mark.parametrize(
+    ("solver", "options", "products", "behind"),
+    [
+        # One product for the layer's output, two for each further iteration.
+        ("proxgd", {}, 19, 19),
+        ("fista", {}, 19, 19),
+        # Behind a norm, what is added to A u costs one product, and so does the first sample.
+        ("proxsg", {"p": 0.5}, 19, 21),
+        # Gradient sampling looks at A^T x before it draws.
+        ("proxsg", {"p": 0.5, "sampling": "gradient"}, 28, 30),
+        ("ms2gd", {"p": 0.5}, 19, 20),
+        ("s2gd", {}, 19, 20),
+        ("rcd", {"p": 0.5}, 19, 19),
+        # A check of the residual, and one recorded iteration.
+        ("proxgd", {"gradient": "implicit"}, 23, 23),
+    ],
+)
+def test_products_of_each_solver(solver, options, products, behind):
+    made, layer = SOLVERS.get(solver).from_options(iters=10, **options), nn.Conv2d(8, 6, 3, groups=2)
+    state = torch.get_rng_state()
+    plain = cost_of(layer, (2, 8, 9, 9), made, prox_for("relu"))
+    assert plain.plain == 2 * (2 * 49 * 6 * 4 * 9) and plain.solver == products * plain.plain
+    chain = cost_of(layer, (2, 8, 9, 9), made, prox_for(nn.PReLU()), behind=True, normed=True)
+    assert chain.solver == behind * chain.plain
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_memory_is_what_autograd_keeps():
+    """Against the tensors that a real block saves."""
+    layer, x = nn.Linear(30, 40), torch.randn(7, 30, requires_grad=True)
+    block = SolverLinear.from_linear(layer, activation=nn.ReLU(), solver="fista", iters=6)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (x, layer.weight, layer.bias)}
+    expected = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in own)
+    assert cost_of(layer, (7, 30), block.solver, block.prior).memory == pytest.approx(expected, rel=0.02)
+
+
+def test_norms_and_skips_tell_that_they_change_the_scale():
+    report = inspect_model(make(), "proxgd", iters=2, pattern="all", example_inputs=X, lipschitz=False)
+    told = {row.name for row in report.rows if CHANGES_SCALE in row.reason}
+    assert told == {"conv1", "conv2"} and report.to_dict()["warnings"] == list(report.warnings)
+    assert len(report.warnings) == 1 and report.warnings[0].endswith(CHANGES_SCALE)
+    assert CHANGES_SCALE.split(":")[0] in " ".join(str(report).split())
+    for keywords in ({"iters": 1}, {"iters": 5, "blend": 0.1}):
+        report = inspect_model(make(), "proxgd", pattern="all", example_inputs=X, lipschitz=False, **keywords)
+        assert not report.warnings and not any(CHANGES_SCALE in row.reason for row in report.rows)
+
+
+def test_table_fits_and_groups_layers_that_repeat(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    report = inspect_model(timm.create_model("vit_tiny_patch16_224"), "proxgd", pattern="all", lipschitz=False)
+    text = str(report)
+    assert "blocks.*.mlp.fc1 (12 layers)" in text and max(map(len, text.splitlines())) <= 80
+    monkeypatch.setenv("COLUMNS", "150")
+    assert "768x14x14" not in text and "3x224x224 → 192x14x14" in str(report)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = str(inspect_model(make(), "proxsg", p=0.5, pattern="all", example_inputs=X)).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert repr(report) == "<Report: VisionTransformer: 50 of 50 layers become proxgd, iters=10>"

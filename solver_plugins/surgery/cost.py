@@ -1,0 +1,168 @@
+"""What a solve costs, counted by running it on tensors without data: nothing is computed, every product is seen.
+
+The numbers are those of the code as it is, for every registered solver, a user's own included. A sampling solver
+multiplies by masks, so its products are those of the whole layer, however few features it draws.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from solver_plugins.blocks.run import run_block
+from solver_plugins.operators import Geometry, LinearOperator, operator_from_kernel, read_layer
+from solver_plugins.prox import IdentityPrior, Prior, ReluPrior
+from solver_plugins.solvers import ProxGD, Solver, working_dtype
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one block in the forward pass of a training step, for inputs of one shape.
+
+    Attributes:
+        plain: Floating point operations of the plain layer: two for each multiply-add. Elementwise work (norm,
+            activation, masks) is counted neither here nor for the solver.
+        solver: Those of the block. Work on the weights alone (``L``, column norms) is not counted: it does not grow
+            with the batch.
+        memory: Bytes that the solve keeps for its backward pass beyond what the plain layer keeps, its input and
+            weights. The last activation keeps the same in both.
+    """
+
+    plain: int
+    solver: int
+    memory: int
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """All that a cost depends on. Equal solvers read the same; of a prior, only its kind matters."""
+
+    kernel_shape: tuple[int, ...]
+    dtype: torch.dtype
+    geometry: Geometry
+    input_shape: tuple[int, ...]
+    solver: str
+    prior: str
+    behind: bool
+    normed: bool
+
+
+_KNOWN: dict[_Problem, Cost] = {}
+"""Counting takes a tenth of a second, and networks repeat their layers."""
+
+
+def cost_of(
+    layer: nn.Module,
+    input_shape: tuple[int, ...],
+    solver: Solver,
+    prior: Prior,
+    *,
+    behind: bool = False,
+    normed: bool = False,
+) -> Cost:
+    """Returns what a solver costs in place of a layer.
+
+    Args:
+        layer: The linear layer.
+        input_shape: Of its input.
+        solver: The solver.
+        prior: The prior.
+        behind: Whether the solver sits behind the layer, in a norm or an activation; the layer then runs in any case.
+        normed: Whether a norm is folded into the map.
+    """
+    kernel, geometry = read_layer(layer)
+    problem = _Problem(
+        tuple(kernel.shape), kernel.dtype, geometry, tuple(input_shape), repr(solver), repr(prior), behind, normed
+    )
+    if problem not in _KNOWN:
+        _KNOWN[problem] = _counted(problem, solver, prior)
+    return _KNOWN[problem]
+
+
+def plain_flops(layer: nn.Module, output_shape: tuple[int, ...], feature_dim: int) -> int | None:
+    """Returns the operations of any linear layer: each weight is used once per position of the output.
+
+    None for what has no single weight, or uses it per position of the input (a transposed convolution).
+    """
+    weight = getattr(layer, "weight", None)
+    if not output_shape or not isinstance(weight, Tensor) or "Transpose" in type(layer).__name__:
+        return None
+    return 2 * weight.numel() * math.prod(output_shape) // max(1, output_shape[feature_dim])
+
+
+def _counted(problem: _Problem, solver: Solver, prior: Prior) -> Cost:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        plain = _flops(lambda: _operator(problem)[0].apply(_input(problem)))
+        if not solver.implicit:
+            # One run for both counts, unless the prior looks at its numbers, which do not exist.
+            try:
+                flops, memory = _run(problem, solver, prior)
+            except Exception:
+                flops, memory = _run(problem, solver, ReluPrior())
+            return Cost(plain, flops, memory)
+        with torch.no_grad():
+            flops, _ = _run(problem, solver, IdentityPrior())
+        # An implicit solve records one iteration at its end, which is also all that it keeps.
+        _, memory = _run(problem, ProxGD.from_options(iters=2, formulation=solver.config.formulation), ReluPrior())
+        return Cost(plain, flops + 2 * plain, memory)
+
+
+def _input(problem: _Problem) -> Tensor:
+    return torch.empty(problem.input_shape, dtype=problem.dtype, requires_grad=True)
+
+
+def _operator(problem: _Problem) -> tuple[LinearOperator, LinearOperator]:
+    """Returns the layer alone and with its norm, whose column norms cost nothing."""
+    kernel = torch.empty(problem.kernel_shape, dtype=problem.dtype, requires_grad=True)
+    plain = operator_from_kernel(kernel, problem.geometry, problem.input_shape)
+    diagonal = None
+    if problem.normed:
+        diagonal = torch.empty(problem.kernel_shape[0], dtype=working_dtype(problem.dtype), requires_grad=True)
+    folded = operator_from_kernel(kernel, problem.geometry, problem.input_shape, diagonal=diagonal)
+    members = {"column_norms_sq": lambda self: torch.ones(self.in_features, dtype=working_dtype(problem.dtype))}
+    object.__setattr__(folded, "__class__", type("Counted", (type(folded),), members))
+    return plain, folded
+
+
+def _flops(work: Callable[[], Tensor]) -> int:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        work()
+    return counter.get_total_flops()
+
+
+def _run(problem: _Problem, solver: Solver, prior: Prior) -> tuple[int, int]:
+    """Returns the operations of a solve, and the bytes that it keeps."""
+    plain, operator = _operator(problem)
+    u = _input(problem)
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        # By storage: views of one tensor are kept once. The tensors are held, so that no address is used again.
+        kept.setdefault(tensor.untyped_storage()._cdata, tensor)
+        return tensor
+
+    with FlopCounterMode(display=False) as counter:
+        c = plain.apply(u) if problem.behind else None
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            additive = None
+            if c is not None and solver.samples == "inputs":
+                additive = c - operator.apply(u)
+            run_block(
+                solver,
+                prior,
+                operator,
+                u,
+                None,
+                (lambda: plain.apply(u)) if c is None else (lambda: c),
+                torch.ones((), dtype=working_dtype(problem.dtype)),
+                additive=additive,
+                dtype=problem.dtype,
+            )
+    own = [one.untyped_storage()._cdata for one in (u, operator.weight, c, operator.diagonal) if one is not None]
+    memory = sum(one.untyped_storage().nbytes() for key, one in kept.items() if key not in own)
+    return counter.get_total_flops(), memory

@@ -1,0 +1,317 @@
+"""How the blocks of a converted model are: their steps, and, with a batch, how their solves go."""
+
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from torch import Tensor, nn
+
+from solver_plugins.blocks import ChainBlock, LayerBlock
+from solver_plugins.errors import OptionError
+from solver_plugins.operators import operator_from_kernel
+from solver_plugins.solvers import SamplingSolver
+from solver_plugins.surgery.errors import ConversionError
+from solver_plugins.surgery.printing import ROOMY, Printable, number, plain_table, sentence
+from solver_plugins.surgery.report import CHANGES_SCALE
+from solver_plugins.surgery.watch import Seen, left_as_it_was, watch_pass
+
+CONVERGED = 1e-3
+"""Relative residual at which a solve counts as converged."""
+RISE = 1e-4
+"""By how much an objective may rise for rounding alone, relative."""
+LARGE_SCALE = 3.0
+"""A block that makes its output larger or smaller than this factor is told of."""
+
+
+@dataclass(frozen=True)
+class BlockStatus:
+    """One block of a converted model.
+
+    Attributes:
+        name: The linear layer's name.
+        host: Where the solver's result comes out.
+        role: What that is: the "layer", or its "norm", "norm-activation" or "activation".
+        solver: The solver's registered name.
+        iters: Its proximal steps.
+        prior: The prior of its activation.
+        p: The rate that it samples at.
+        tau: How many features that is.
+        L: ``lambda_max(A A^T)`` as the block knows it now.
+        constant: Where ``L`` comes from: "certified", "followed" by power steps since, "stale" (the weights have moved
+            since the last look; the next forward pass follows), or "unknown" (weights without values here).
+        drift: Power quotient of the weights now over that of the last certificate: how far they have moved.
+        step: Step of the first iteration, ``1/(L + lam)`` or what the solver's rule makes of it.
+        blend: Share of the solve in the block's output, where one is set.
+        gain: Mean of the calibrated gains, where there are some.
+        residual: What the last implicit solve left.
+        calls: How often the block solved in the pass; None without a batch. Of several, the worst one is reported.
+        objective_first: ``F + g`` after the first iteration, mean over the batch.
+        objective_last: After the last one.
+        last_residual: Relative size of a further step, the largest of the batch.
+        scale: Standard deviation of the block's output over that of the plain layers' output.
+        verdict: "converged", "descends", "rises", "not finite", "one step", or "not called".
+    """
+
+    name: str
+    host: str
+    role: str
+    solver: str
+    iters: int
+    prior: str
+    p: float | None
+    tau: int | None
+    L: float
+    constant: str
+    drift: float | None
+    step: float | None
+    blend: float | None = None
+    gain: float | None = None
+    residual: float | None = None
+    calls: int | None = None
+    objective_first: float | None = None
+    objective_last: float | None = None
+    last_residual: float | None = None
+    scale: float | None = None
+    verdict: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class SolverReport(Printable):
+    """What :func:`solver_report` found; ``print`` it, or take ``to_dict()``.
+
+    Attributes:
+        model: The model's class.
+        training: The mode that it was looked at in.
+        blocks: One row per block, in the order of the model.
+    """
+
+    model: str
+    training: bool
+    blocks: tuple[BlockStatus, ...]
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What needs attention."""
+        lines = []
+        for verdict, remedy in (
+            ("not finite", "look at the weights and inputs"),
+            ("rises", "call refresh_steps(model); a sampling solver may want a smaller p or another step="),
+        ):
+            names = [block.name for block in self.blocks if block.verdict == verdict]
+            if names:
+                lines.append(f"{_some(names)}: the objective {_VERBS[verdict]}; {remedy}")
+        factors = {block.name: block.scale for block in self.blocks if block.scale is not None}
+        names = [name for name, factor in factors.items() if not 1 / LARGE_SCALE <= factor <= LARGE_SCALE]
+        if names:
+            lines.append(f"{_some(names)}: more than {LARGE_SCALE:g}x off, {CHANGES_SCALE}")
+        names = [block.name for block in self.blocks if block.verdict == "not called"]
+        if names:
+            lines.append(f"{_some(names)}: not called in this pass")
+        return tuple(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the report as plain data."""
+        return {
+            "model": self.model,
+            "training": self.training,
+            "blocks": [asdict(block) for block in self.blocks],
+            "totals": {
+                "blocks": len(self.blocks),
+                "constants": dict(Counter(block.constant for block in self.blocks)),
+                "verdicts": dict(Counter(block.verdict for block in self.blocks if block.verdict is not None)),
+            },
+            "warnings": list(self.warnings),
+        }
+
+    def headline(self) -> str:
+        """Returns the report in one line."""
+        kinds = dict.fromkeys(f"{block.solver}, iters={block.iters}" for block in self.blocks)
+        count = f"{len(self.blocks)} solver block{'s' if len(self.blocks) > 1 else ''}"
+        return f"{self.model}: {count} ({'; '.join(kinds)}), {'training' if self.training else 'evaluation'} mode"
+
+    def parts(self, width: int) -> list[RenderableType]:
+        """Returns headline, table and warnings."""
+        shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
+        shown += [_table(self.blocks, width), sentence("")]
+        shown += [sentence(f"Warning: {text}", "yellow") for text in self.warnings]
+        return shown if self.warnings else shown[:-1]
+
+
+_VERBS = {"not finite": "is not finite", "rises": "rises from the first iteration to the last"}
+
+
+def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
+    """Says how the blocks of a converted model are, and leaves the model alone.
+
+    Args:
+        model: A converted model, or a single block; wrapped (DDP, compiled) or not.
+        batch: What the model's forward takes: a tensor, a tuple of positional arguments, or a dict of keyword
+            arguments. With it, one forward pass in the model's present mode also records how every solve goes.
+
+    Raises:
+        ConversionError: If there is no solver block.
+        RecordError: If the batch is of another kind, or the forward pass fails with it.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"Expected a converted model; found {type(model).__name__}.")
+    found = {name: block for name, block in model.named_modules() if isinstance(block, LayerBlock)}
+    if not found:
+        raise ConversionError(
+            f"Expected a converted model; found {type(model).__name__} without a solver block. Convert it with "
+            "convert_model, or look at it with inspect_model."
+        )
+    names = {id(module): name for name, module in model.named_modules()}
+    # Computing a parametrised weight may change it (spectral norm).
+    with torch.no_grad(), left_as_it_was(model):
+        rows = [_row(name, block, names) for name, block in found.items()]
+    if batch is not None:
+        seen = watch_pass(model, batch)
+        rows = [_with_solves(row, seen[row.name]) for row in rows]
+    return SolverReport(type(model).__name__, model.training, tuple(rows))
+
+
+def _row(name: str, block: LayerBlock, names: dict[int, str]) -> BlockStatus:
+    solver, kernel = block.solver, block._kernel().detach()
+    inputs, outputs = kernel.shape[1] * block.geometry.groups, kernel.shape[0]
+    constant, drift = _constant(block, kernel)
+    tau = None
+    if isinstance(solver, SamplingSolver):
+        tau = solver.tau(outputs if solver.samples == "outputs" else inputs)
+    return BlockStatus(
+        name=name,
+        host=names.get(id(block.outlet.module), block.outlet.name) if isinstance(block, ChainBlock) else name,
+        role=block.role if isinstance(block, ChainBlock) else "layer",
+        solver=solver.name,
+        iters=solver.config.iters,
+        prior=block.prior.name,
+        p=getattr(solver.config, "p", None),
+        tau=tau,
+        L=float(block.L) if constant != "unknown" else math.nan,
+        constant=constant,
+        drift=drift,
+        step=None if constant == "unknown" else _step(block, kernel),
+        blend=_mean(block.blend),
+        gain=_mean(block.channel_gain),
+        residual=float(block.residual) if solver.implicit else None,
+    )
+
+
+def _constant(block: LayerBlock, kernel: Tensor) -> tuple[str, float | None]:
+    if not block._in_reach(kernel):
+        return "unknown", None
+    now, last, certified = block._quotient(kernel), block.power_quotient, block.certified_quotient
+    drift = float(now / certified) if float(certified) else None
+    if _apart(now, last):
+        return "stale", drift
+    moved = _apart(last, certified)
+    for name, value in block._new_reference(kernel).items():
+        moved = moved or _apart(value, getattr(block, name))
+    return ("followed" if moved else "certified"), drift
+
+
+def _apart(one: Tensor, other: Tensor) -> bool:
+    """Whether two quotients differ by more than another order of summation makes."""
+    return not bool(((one - other).abs() <= 64 * torch.finfo(one.dtype).eps * other.abs()).all())
+
+
+def _step(block: LayerBlock, kernel: Tensor) -> float:
+    geometry = block.geometry
+    pads = () if isinstance(geometry.padding, str) else geometry.padding
+    reach = [2 * d * (k - 1) + 2 for d, k in zip(geometry.dilation, kernel.shape[2:], strict=True)]
+    # Any size that the padding allows: a step holds for all of them.
+    side = max([16, *reach, *(max(pair) + 1 for pair in pads)])
+    shape = (kernel.shape[1] * geometry.groups, *[side] * geometry.dims)
+    operator = operator_from_kernel(kernel, geometry, shape, diagonal=block._reference())
+    return 1 / float(block.solver.smoothness(operator, block.L))
+
+
+def _with_solves(row: BlockStatus, seen: list[Seen]) -> BlockStatus:
+    if not seen:
+        return replace(row, calls=0, verdict="not called")
+    worst = max(seen, key=lambda one: one.residual if math.isfinite(one.residual) else math.inf)
+    return replace(
+        row,
+        step=1 / worst.smoothness,
+        calls=len(seen),
+        objective_first=worst.first,
+        objective_last=worst.last,
+        last_residual=worst.residual,
+        scale=worst.scale / worst.plain_scale if worst.plain_scale else None,
+        verdict=_verdict(row, worst),
+    )
+
+
+def _verdict(row: BlockStatus, one: Seen) -> str:
+    if not all(math.isfinite(value) for value in (one.first, one.last, one.residual)):
+        return "not finite"
+    if one.residual <= CONVERGED:
+        return "converged"
+    if row.iters == 1:
+        return "one step"
+    return "rises" if one.last - one.first > RISE * max(abs(one.first), abs(one.last)) else "descends"
+
+
+def _mean(value: Any) -> float | None:
+    if value is None:
+        return None
+    return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _table(blocks: tuple[BlockStatus, ...], width: int) -> RenderableType:
+    passed, roomy = any(block.calls is not None for block in blocks), width >= ROOMY
+    columns: dict[str, list[str]] = {"layer": [block.name for block in blocks]}
+    if roomy:
+        columns["host"] = [block.role if block.role == "layer" else block.host for block in blocks]
+    if len({block.solver for block in blocks}) > 1:
+        columns["solver"] = [block.solver for block in blocks]
+    if any(block.tau is not None for block in blocks) and (roomy or not passed):
+        columns["p, tau"] = [_rate(block) for block in blocks]
+    if roomy or not passed:
+        columns["prior"] = [block.prior for block in blocks]
+    columns["L"] = [number(block.L) for block in blocks]
+    columns["step"] = [number(block.step) for block in blocks]
+    if roomy or not passed or any(block.constant != "certified" for block in blocks):
+        columns["constant"] = [block.constant for block in blocks]
+    if roomy or not passed:
+        columns["drift"] = [number(block.drift, 4) for block in blocks]
+    for heading, values in (
+        ("blend", [block.blend for block in blocks]),
+        ("gain", [block.gain for block in blocks]),
+        ("implicit residual", [block.residual for block in blocks]),
+    ):
+        if any(value is not None for value in values):
+            columns[heading] = [number(value) for value in values]
+    if passed:
+        columns["objective"] = [_objective(block, roomy) for block in blocks]
+        columns["residual"] = [number(block.last_residual, 2) for block in blocks]
+        columns["scale"] = ["" if block.scale is None else f"{number(block.scale)}x" for block in blocks]
+        columns["verdict"] = [block.verdict or "" for block in blocks]
+    right = {"L", "step", "drift", "blend", "gain", "implicit residual", "objective", "residual", "scale"}
+    table = plain_table(list(columns), right)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _objective(block: BlockStatus, roomy: bool) -> str:
+    first, last = block.objective_first, block.objective_last
+    if first is None or last is None:
+        return ""
+    if roomy:
+        return f"{number(first)} → {number(last)}"
+    change = (last - first) / abs(first) if first else math.nan
+    return f"{change:+.2g}" if abs(change) >= 10 else f"{change:+.1%}"
+
+
+def _rate(block: BlockStatus) -> str:
+    if block.tau is None:
+        return ""
+    return str(block.tau) if block.p is None else f"{number(block.p)}, {block.tau}"
