@@ -20,6 +20,8 @@ from solver_plugins.blocks import (
     solver_conv3d,
     solver_linear,
 )
+from solver_plugins.integrations import load, save
+from solver_plugins.integrations.hooks import register_with_hosts
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
 from solver_plugins.registry import list_solvers, register_solver, solver_info
@@ -52,10 +54,12 @@ __all__ = [
     "lipschitz_constant",
     "list_priors",
     "list_solvers",
+    "load",
     "prox_for",
     "refresh_steps",
     "register_solver",
     "revert_model",
+    "save",
     "set_blend",
     "solver_conv1d",
     "solver_conv2d",
@@ -64,3 +68,6 @@ __all__ = [
     "solver_linear",
     "solver_report",
 ]
+
+# Costs nothing where neither timm nor transformers is used; see its module.
+register_with_hosts()

@@ -24,6 +24,7 @@ from solver_plugins.prox import PRIORS, make_prior, prox_for
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery.convert import refuse_wrapped, restore
 from solver_plugins.surgery.errors import ConversionError
+from solver_plugins.surgery.model_config import enter_into_config, refuse_quantized
 
 
 class BlockRecord(StrictConfig):
@@ -81,6 +82,7 @@ def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
             The model is as it was then, as after every other error.
     """
     refuse_wrapped(model)
+    refuse_quantized(model)
     modules = dict(model.named_modules())
     needed = [name for block in conversion.blocks for name in (block.layer, block.host, block.norm, block.partner)]
     needed += [*conversion.passed_over, *conversion.routed]
@@ -113,7 +115,21 @@ def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
     except BaseException:
         restore(model)
         raise
+    note_conversion(model)
     return model
+
+
+def note_conversion(model: nn.Module) -> None:
+    """Lets the config of a transformers model write down its conversion."""
+    enter_into_config(model, _written)
+
+
+def _written(model: nn.Module) -> dict[str, Any]:
+    try:
+        return conversion_of(model).options()
+    except ConversionError as error:
+        # It works, but cannot be saved; loading what is saved all the same must fail, not give a plain network.
+        return {"unwritable": str(error)}
 
 
 def settle_conversion(model: nn.Module, conversion: Conversion) -> None:

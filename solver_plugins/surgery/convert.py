@@ -31,6 +31,7 @@ from solver_plugins.registry import SOLVERS
 from solver_plugins.solvers import RateConfig, Solver
 from solver_plugins.surgery.errors import ConversionError
 from solver_plugins.surgery.match import match
+from solver_plugins.surgery.model_config import refuse_quantized, remove_from_config
 from solver_plugins.surgery.parts import Block, DropoutPart
 from solver_plugins.surgery.record import record
 from solver_plugins.surgery.select import Chosen, NonProx, Selection, select
@@ -143,6 +144,9 @@ def convert_model(
     except BaseException:
         restore(model)
         raise
+    from solver_plugins.surgery.conversion import note_conversion  # That module imports this one.
+
+    note_conversion(model)
     return model
 
 
@@ -160,6 +164,7 @@ def revert_model(model: nn.Module) -> nn.Module:
         )
     if not restore(model):
         raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
+    remove_from_config(model)
     return model
 
 
@@ -180,6 +185,7 @@ def plan_conversion(
 ) -> Plan:
     """Walks a model and decides what :func:`convert_model` would do; arguments and errors are the same."""
     refuse_wrapped(model)
+    refuse_quantized(model)
     made: type[Solver] = SOLVERS.get(solver)
     # Wrong options are told before a large model is walked.
     made.from_options(iters=iters, **options)

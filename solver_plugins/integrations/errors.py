@@ -1,0 +1,11 @@
+"""What can go wrong between a converted model and its folder."""
+
+from solver_plugins.errors import SolverPluginsError
+
+
+class SavingError(SolverPluginsError, ValueError):
+    """A model cannot be saved so that it could be loaded again; nothing was written."""
+
+
+class LoadingError(SolverPluginsError, ValueError):
+    """A folder does not give back the converted model that was saved."""

@@ -1,0 +1,105 @@
+"""Folders that are written as a whole or not at all."""
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from solver_plugins.integrations.errors import LoadingError, SavingError
+
+_WRITTEN = re.compile(
+    r"config\.json|generation_config\.json|solver_plugins\.json|model\.safetensors(\.index\.json)?"
+    r"|model-\d{5}-of-\d{5}\.safetensors"
+)
+"""Names of the files of a saved model."""
+
+
+@contextmanager
+def new_folder(folder: str | os.PathLike[str], overwrite: bool) -> Iterator[Path]:
+    """Gives a temporary folder to write into, which takes its place once all is written and on the disk.
+
+    Raises:
+        SavingError: If there is something already, and ``overwrite`` is not set or it is no saved model.
+    """
+    place = Path(os.path.abspath(folder))
+    _check(place, overwrite)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    # A sibling: a rename is only atomic within one file system.
+    made = Path(tempfile.mkdtemp(prefix=f".{place.name}.new-", dir=place.parent))
+    try:
+        yield made
+        for file in (path for path in made.rglob("*") if path.is_file()):
+            _flush(file)
+        _flush(made)
+        made.chmod(0o777 & ~_umask())
+        _replace(place, made)
+    except BaseException:
+        shutil.rmtree(made, ignore_errors=True)
+        raise
+    _flush(place.parent)
+
+
+def existing_folder(folder: str | os.PathLike[str]) -> Path:
+    """Returns the path of a folder that is there.
+
+    Raises:
+        LoadingError: If it is not; a folder that an interrupted save has put aside is named.
+    """
+    place = Path(os.path.abspath(folder))
+    if place.is_dir():
+        return place
+    aside = sorted(place.parent.glob(f".{place.name}.old-*")) if place.parent.is_dir() else []
+    hint = f" A save was interrupted: the model is in {aside[-1]}; rename that folder." if aside else ""
+    raise LoadingError(f"Expected the folder of a saved model; there is none at {str(folder)!r}.{hint}")
+
+
+def _check(place: Path, overwrite: bool) -> None:
+    if not os.path.lexists(place):
+        return
+    if not place.is_dir() or place.is_symlink():
+        raise SavingError(f"Expected a folder to save to; {str(place)!r} is something else.")
+    names = sorted(entry.name for entry in place.iterdir())
+    if not names:
+        return
+    if not overwrite:
+        raise SavingError(f"{str(place)!r} is not empty; pass overwrite=True to replace the model in it.")
+    others = [name for name in names if not _WRITTEN.fullmatch(name)]
+    if others:
+        raise SavingError(
+            f"overwrite=True replaces a whole folder, and {str(place)!r} also holds {', '.join(others[:5])}, which "
+            "would be lost: move that, or save to another folder."
+        )
+
+
+def _replace(place: Path, made: Path) -> None:
+    if not place.exists() or not any(place.iterdir()):
+        os.replace(made, place)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.old-", dir=place.parent))
+    # Two renames, since no folder can be renamed onto a full one; an error between them is undone.
+    os.replace(place, aside)
+    try:
+        os.replace(made, place)
+    except BaseException:
+        os.replace(aside, place)
+        raise
+    shutil.rmtree(aside)
+
+
+def _flush(path: Path) -> None:
+    if path.is_dir() and os.name == "nt":  # Windows cannot open folders.
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

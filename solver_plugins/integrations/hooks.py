@@ -1,0 +1,81 @@
+"""Registers with timm and transformers as soon as both they and this package are imported, in either order.
+
+timm and transformers know no plugins that are found by themselves, and importing them costs seconds, which someone who
+uses neither should not pay. So Python's own import system is asked to tell: a finder that finds nothing, but sees the
+module that holds a host's registry pass by.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+from solver_plugins.errors import PluginWarning, warn
+
+HOSTS = {
+    "timm.models": "solver_plugins.integrations.timm",
+    "transformers.quantizers.auto": "solver_plugins.integrations.transformers",
+}
+"""Module with a host's registry -> our module that registers on import."""
+
+
+class _Watcher(MetaPathFinder):
+    """Lets others find a host's module, and imports ours behind it."""
+
+    def __init__(self) -> None:
+        self.waiting = dict(HOSTS)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # Taken out before the others are asked: they come back here.
+        ours = self.waiting.pop(fullname, None)
+        if ours is None:
+            return None
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            self.waiting[fullname] = ours
+            return spec
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def execute_and_register(module: ModuleType) -> None:
+            del loader.exec_module  # The loader is as it was from now on.
+            try:
+                execute(module)
+            except BaseException:
+                self.waiting[fullname] = ours  # It may be imported again.
+                raise
+            _register(ours)
+
+        loader.exec_module = execute_and_register
+        return spec
+
+
+def register_with_hosts() -> None:
+    """Registers with the hosts that are imported, and sees to it that the others follow; a second call does nothing."""
+    if any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        return
+    watcher = _Watcher()
+    for host, ours in HOSTS.items():
+        if host in sys.modules:
+            del watcher.waiting[host]
+            _register(ours)
+    sys.meta_path.insert(0, watcher)
+
+
+def _register(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        # Someone's import of timm or transformers must not fail because of us.
+        host = name.rpartition(".")[2]
+        warn(
+            f"solver_plugins could not register with this version of {host} ({type(error).__name__}: {error}): "
+            f"converted models are not loaded by {host} itself.",
+            PluginWarning,
+        )

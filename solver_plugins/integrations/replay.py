@@ -1,0 +1,65 @@
+"""A saved conversion, read with care: a model that needs a solver is never handed out without it."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from solver_plugins.errors import SolverPluginsError
+from solver_plugins.integrations.errors import LoadingError
+from solver_plugins.prox import PRIORS
+from solver_plugins.registry import SOLVERS
+from solver_plugins.surgery import Conversion, apply_conversion
+
+
+def read_conversion(data: Any, source: str) -> Conversion:
+    """Reads a conversion from plain data.
+
+    Args:
+        data: What stands in the JSON file.
+        source: Where that is, for messages.
+
+    Raises:
+        LoadingError: If it is damaged, of another format, or needs a solver or prior that is not registered.
+    """
+    known = Conversion.model_fields["format"].default
+    found = data.get("format") if isinstance(data, dict) else None
+    if isinstance(found, int) and found > known:
+        raise LoadingError(
+            f"{source} holds a conversion of format {found}, and this version of solver_plugins knows formats up to "
+            f"{known}: upgrade solver_plugins."
+        )
+    if isinstance(data, dict) and "unwritable" in data:
+        raise LoadingError(
+            f"The model in {source} was saved with a conversion that has no written form: {data['unwritable']}"
+        )
+    try:
+        conversion = Conversion.parse(data, owner=f"The conversion in {source}")
+    except SolverPluginsError as error:
+        raise LoadingError(f"{error} The file is damaged, or of another version of solver_plugins.") from error
+    # SOLVERS first looks for plugins, so what is missing now is not installed or not imported.
+    _need("solver", (block.solver for block in conversion.blocks), SOLVERS, source)
+    _need("prior", (block.prior for block in conversion.blocks if block.partner is None), PRIORS, source)
+    return conversion
+
+
+def replay(model: nn.Module, conversion: Conversion, source: str) -> nn.Module:
+    """Converts a plain model as the saved one was.
+
+    Raises:
+        LoadingError: If that is not possible.
+    """
+    try:
+        return apply_conversion(model, conversion)
+    except SolverPluginsError as error:
+        raise LoadingError(f"The conversion in {source} does not fit this model: {error}") from error
+
+
+def _need(kind: str, names: Iterable[str], registry: Any, source: str) -> None:
+    missing = sorted({name for name in names if name not in registry})
+    if missing:
+        raise LoadingError(
+            f"{source} needs the {kind} {', '.join(map(repr, missing))}, which is not registered: import the module "
+            f"that registers it, or install its package (one that offers it through the entry-point group "
+            f"{registry.entry_point_group!r}), then load again."
+        )

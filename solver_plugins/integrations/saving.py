@@ -1,0 +1,197 @@
+"""One pair of functions for every model: ``save(model, folder)`` and ``load(folder)``."""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from solver_plugins.integrations.errors import LoadingError, SavingError
+from solver_plugins.integrations.folder import existing_folder, new_folder
+from solver_plugins.integrations.replay import read_conversion, replay
+from solver_plugins.integrations.tensors import read_weights, write_weights
+from solver_plugins.surgery import conversion_of
+from solver_plugins.surgery.model_config import QUANT_METHOD, is_pretrained_model
+
+Kind = Literal["timm", "transformers", "torch"]
+CONFIG = "config.json"
+CONVERSION = "solver_plugins.json"
+
+
+def save(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    model_args: Mapping[str, Any] | None = None,
+    kind: Kind | None = None,
+    overwrite: bool = False,
+) -> None:
+    """Saves a converted model: weights as safetensors, everything else as JSON.
+
+    The weights are those of the plain model, under the same names. A timm model's folder is one for timm's
+    ``local-dir:``, a transformers model is saved by its ``save_pretrained``; any other module is saved as weights and
+    conversion, and needs to be built again by its owner. The folder is written as a whole: an interrupted save leaves
+    what was there before. In a run of several processes, call it in one of them.
+
+    Args:
+        model: The converted model.
+        folder: Where to save it.
+        model_args: What a timm model was created with beyond its name (``{"drop_rate": 0.5}``): timm does not remember
+            it. Usual ones are found by themselves; a model that could not be built again is refused.
+        kind: "timm", "transformers" or "torch" (weights and conversion only); None looks at the model.
+        overwrite: Whether a model that was saved there before is replaced.
+
+    Raises:
+        ConversionError: If the model is not converted, or its conversion cannot be written down.
+        SavingError: If the folder is taken, or the model could not be loaded again.
+    """
+    _refuse_wrapped(model)
+    conversion = conversion_of(model)
+    kind = kind or _kind_of(model)
+    if kind not in ("timm", "transformers", "torch"):
+        raise SavingError(f"Expected kind 'timm', 'transformers' or 'torch'; found {kind!r}.")
+    if model_args is not None and kind != "timm":
+        raise SavingError(f"model_args are for timm models; found a {type(model).__name__} to save as {kind!r}.")
+    if kind == "timm":
+        from solver_plugins.integrations.timm import config_for
+
+        config = config_for(model, conversion, model_args)
+    with new_folder(folder, overwrite) as made:
+        if kind == "transformers":
+            from solver_plugins.integrations.transformers import save_model
+
+            save_model(model, made)
+            return
+        write_weights(model, made)
+        if kind == "timm":
+            _write_json(made / CONFIG, config)
+        else:
+            label = f"{type(model).__module__}.{type(model).__qualname__}"
+            _write_json(made / CONVERSION, {"model": label, "conversion": conversion.options()})
+
+
+def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
+    """Loads a converted model, in evaluation mode; step sizes are computed from its weights.
+
+    Args:
+        folder: Where :func:`save` or, for a transformers model, ``save_pretrained`` has put it.
+        model: A plain model to load weights and conversion into, for a folder that does not say how to build one.
+
+    Returns:
+        The converted model: the given one, if there is one.
+
+    Raises:
+        LoadingError: If the folder holds no conversion, or one that cannot be done again here: a plain network is never
+            returned. A given model is as it was then.
+    """
+    place = existing_folder(folder)
+    source = repr(str(folder))
+    if (place / CONVERSION).is_file():
+        if model is None:
+            data = _read_json(place / CONVERSION)
+            label = data.get("model", "a module") if isinstance(data, dict) else "a module"
+            raise LoadingError(f"{source} holds weights of {label}: build one and pass it, load(folder, model=...).")
+        return _load_into(model, place, _read_json(place / CONVERSION), source)
+    if not (place / CONFIG).is_file():
+        raise LoadingError(f"{source} holds neither {CONFIG} nor {CONVERSION}: it is not the folder of a saved model.")
+    config = _read_json(place / CONFIG)
+    if not isinstance(config, dict):
+        raise LoadingError(f"Expected a mapping in {CONFIG} in {source}; found {type(config).__name__}.")
+    if "model_type" in config:
+        return _load_transformers(place, config, model, source)
+    if "architecture" not in config:
+        raise LoadingError(f"{CONFIG} in {source} is neither one of timm nor one of transformers.")
+    from solver_plugins.integrations.timm import build_plain, read_entry
+
+    entry = read_entry(config, source)
+    if model is not None:
+        return _load_into(model, place, entry, source)
+    conversion = read_conversion(entry.get("conversion"), source)
+    made = build_plain(config, entry, source)
+    read_weights(made, place)
+    return replay(made, conversion, source).eval()
+
+
+def _load_transformers(place: Path, config: dict[str, Any], model: nn.Module | None, source: str) -> nn.Module:
+    entry = config.get("quantization_config")
+    if model is not None:
+        raise LoadingError(f"{source} holds a transformers model, which is built from its config: leave out model=.")
+    if not isinstance(entry, dict) or entry.get("quant_method") != QUANT_METHOD:
+        raise LoadingError(
+            f"{source} holds a transformers model without a conversion: load it with from_pretrained, then convert it."
+        )
+    from solver_plugins.integrations.transformers import load_model
+
+    return load_model(place, config)
+
+
+def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Module:
+    """Loads into a given model, which is as it was after an error."""
+    if not isinstance(model, nn.Module):
+        raise LoadingError(f"Expected a torch.nn.Module to load into; found {type(model).__name__}.")
+    conversion = read_conversion(data.get("conversion") if isinstance(data, dict) else None, source)
+    put_back = _snapshot(model)
+    try:
+        read_weights(model, place)
+        return replay(model, conversion, source).eval()
+    except BaseException:
+        put_back()
+        raise
+
+
+def _snapshot(model: nn.Module) -> Callable[[], None]:
+    """Notes a model's tensors and modes; calling the result puts them back."""
+    parameters = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer, None if buffer is None else buffer.detach().clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+    ]
+    training = [(module, module.training) for module in model.modules()]
+
+    def put_back() -> None:
+        for parameter, data, value in parameters:
+            parameter.data = data.copy_(value)
+        for module, name, buffer, copy in buffers:
+            # A cast gives a module new buffers, and its Parameters new data.
+            module._buffers[name] = buffer
+            if buffer is not None and copy is not None:
+                buffer.copy_(copy)
+        for module, mode in training:
+            module.training = mode
+
+    return put_back
+
+
+def _kind_of(model: nn.Module) -> Kind:
+    if is_pretrained_model(model):
+        return "transformers"
+    found = getattr(model, "pretrained_cfg", None)
+    return "timm" if isinstance(found, dict) and found.get("architecture") else "torch"
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise SavingError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
+    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise SavingError(f"Expected a plain model; found {type(model).__name__}: save model.module.")
+    if hasattr(model, "_orig_mod"):
+        raise SavingError("Expected a plain model; found a compiled one: save model._orig_mod.")
+    if hasattr(model, "peft_config") and hasattr(model, "merge_and_unload"):
+        raise SavingError(
+            "Expected a plain model; found one with PEFT adapters: save those with model.save_pretrained(folder), or "
+            "save model.merge_and_unload()."
+        )
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadingError(f"Cannot read {str(path)!r}: {error}.") from error
