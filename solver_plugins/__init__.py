@@ -20,6 +20,12 @@ from solver_plugins.blocks import (
     solver_conv3d,
     solver_linear,
 )
+from solver_plugins.dropblock import (
+    StructuredDropoutRegularizer,
+    convert_dropout,
+    inspect_dropout,
+    revert_dropout,
+)
 from solver_plugins.integrations import load, save
 from solver_plugins.integrations.hooks import register_with_hosts
 from solver_plugins.operators import lipschitz_constant
@@ -45,11 +51,14 @@ __all__ = [
     "SolverConv2d",
     "SolverConv3d",
     "SolverLinear",
+    "StructuredDropoutRegularizer",
     "apply_conversion",
     "calibrate",
     "conversion_of",
+    "convert_dropout",
     "convert_model",
     "declare_activation",
+    "inspect_dropout",
     "inspect_model",
     "lipschitz_constant",
     "list_priors",
@@ -58,6 +67,7 @@ __all__ = [
     "prox_for",
     "refresh_steps",
     "register_solver",
+    "revert_dropout",
     "revert_model",
     "save",
     "set_blend",

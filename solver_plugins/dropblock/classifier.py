@@ -1,0 +1,99 @@
+"""The last linear layer of any classifier, without importing its library."""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from solver_plugins.dropblock.errors import ClassifierError
+from solver_plugins.errors import did_you_mean
+
+_NAMES = ("classifier", "score", "fc", "head", "heads", "qa_outputs")
+"""What libraries call their last layer, or the module that holds it."""
+
+
+def find_classifier(model: nn.Module, given: str | nn.Module | None = None) -> tuple[str, nn.Linear]:
+    """Returns the name of a model's last linear layer and the layer.
+
+    Args:
+        model: A classifier of timm, transformers or torchvision, or any model with ``get_classifier()`` or an attribute
+            ``classifier``, ``score``, ``fc`` or ``head``.
+        given: The layer, or its name in the model, where it is none of these.
+
+    Raises:
+        ClassifierError: If there is none, more than one, or it is not linear.
+    """
+    while isinstance(model, DistributedDataParallel | DataParallel):
+        model = model.module
+    if hasattr(model, "_orig_mod"):
+        raise ClassifierError(
+            "Expected a model that is not compiled yet: a compiled one may not run new hooks. Pass model._orig_mod and "
+            "compile it afterwards."
+        )
+    for name, module in [_named(model, given)] if given is not None else _candidates(model):
+        return _linear_in(name, module, model)
+    if isinstance(model, nn.Linear):
+        return "", model
+    raise ClassifierError(
+        f"{type(model).__name__} has no get_classifier() and no attribute {', '.join(_NAMES[:-1])} or {_NAMES[-1]}: "
+        f"name its last layer with classifier=.{_linears(model)}"
+    )
+
+
+def _named(model: nn.Module, given: str | nn.Module) -> tuple[str, nn.Module]:
+    modules = dict(model.named_modules())
+    if isinstance(given, str):
+        if given not in modules:
+            raise ClassifierError(
+                f"{type(model).__name__} has no module {given!r}.{did_you_mean(given, _names(model))}"
+            )
+        return given, modules[given]
+    for name, module in modules.items():
+        if module is given:
+            return name, module
+    raise ClassifierError(f"The {type(given).__name__} given as classifier is no part of this {type(model).__name__}.")
+
+
+def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    getter = getattr(model, "get_classifier", None)
+    found = getter() if callable(getter) else None
+    if isinstance(found, tuple | list):
+        names = [name for name, module in model.named_modules() if any(module is head for head in found)]
+        raise ClassifierError(
+            f"{type(model).__name__} has several classifiers: {', '.join(map(repr, names))}. Name one with classifier=."
+        )
+    if isinstance(found, nn.Module):
+        # An identity: the model was made to return features.
+        if isinstance(found, nn.Identity):
+            raise ClassifierError(
+                f"{type(model).__name__} was made without a classifier (get_classifier() is an Identity): make it with "
+                f"num_classes, or name a layer with classifier=.{_linears(model)}"
+            )
+        yield _named(model, found)
+    for name in _NAMES:
+        module = getattr(model, name, None)
+        if isinstance(module, nn.Module) and not isinstance(module, nn.Identity):
+            yield name, module
+
+
+def _linear_in(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Linear]:
+    if isinstance(module, nn.Linear):
+        return name, module
+    # A head of several layers: the last one is the last to be registered.
+    inside = [(inner, part) for inner, part in module.named_modules() if inner and isinstance(part, nn.Linear)]
+    if not inside:
+        raise ClassifierError(
+            f"Expected {name!r} to be or hold a linear layer; found {type(module).__name__}. Name the last linear "
+            f"layer with classifier=.{_linears(model)}"
+        )
+    inner, part = inside[-1]
+    return f"{name}.{inner}", part
+
+
+def _names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and name]
+
+
+def _linears(model: nn.Module) -> str:
+    names = _names(model)
+    return f" Its linear layers: {', '.join(names[-5:])}." if names else " It has no linear layer."

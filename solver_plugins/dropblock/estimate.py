@@ -1,0 +1,77 @@
+"""The characteristic matrix of masks that can only be drawn, with error bars."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from solver_plugins.errors import OptionError
+
+_CHUNK = 2**22
+"""How many numbers are drawn at once."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A Monte Carlo estimate of ``Cbar`` (eq. 16), in float64.
+
+    Attributes:
+        matrix: The estimate.
+        error: Its standard error, entry by entry (delta method where the mean is estimated, too).
+        mean: The mean of the mask, one number per unit.
+        mean_error: Its standard error; zero where the mean was given.
+        samples: How many masks were drawn.
+    """
+
+    matrix: Tensor
+    error: Tensor
+    mean: Tensor
+    mean_error: Tensor
+    samples: int
+
+
+def estimate(draw: Callable[[int], Tensor], d: int, samples: int, mean: float | Tensor | None) -> Estimate:
+    """Estimates ``Cbar`` from masks.
+
+    Args:
+        draw: ``draw(n)`` returns ``n`` masks of ``d`` units each.
+        d: How many units there are.
+        samples: How many masks to draw, at least two.
+        mean: The mean, if it is known.
+
+    Raises:
+        OptionError: If there are too few samples, or a unit was never kept.
+    """
+    if samples < 2:
+        raise OptionError(f"Expected at least two samples; found {samples}.")
+    # With x = z/mu, Cbar = E[x x^T] - 1. Its variance needs the moments E[x_i^2 x_j^2] and E[x_i^2 x_j].
+    first, second = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+    mixed, fourth = torch.zeros_like(second), torch.zeros_like(second)
+    left = samples
+    while left:
+        n = min(left, max(1, _CHUNK // d))
+        z = draw(n).reshape(n, d).to("cpu", torch.float64)
+        first += z.sum(0)
+        second += z.mT @ z
+        mixed += z.square().mT @ z
+        fourth += z.square().mT @ z.square()
+        left -= n
+    found = first / samples
+    mu = found if mean is None else torch.as_tensor(mean, dtype=torch.float64).cpu().expand(d).reshape(d)
+    if not bool((mu != 0).all()):
+        never = int((mu == 0).nonzero()[0])
+        raise OptionError(f"Unit {never} has the mean 0 over {samples} masks: it cannot be rescaled; draw more masks.")
+    scale = mu[:, None] * mu
+    c = second / samples / scale
+    if mean is None:
+        # Of x_i x_j - c (x_i + x_j - 1): the mean in the denominator varies along with the product above it.
+        power = torch.diagonal(c)
+        cross = mixed / samples / (mu.square()[:, None] * mu)
+        spread = fourth / samples / scale.square() + c.square() * (power[:, None] + power - 3 + 2 * c)
+        spread = spread - 2 * c * (cross + cross.mT - c)
+        mean_error = ((torch.diagonal(second) / samples - found.square()).clamp(min=0) / samples).sqrt()
+    else:
+        spread = fourth / samples / scale.square() - c.square()
+        mean_error = torch.zeros_like(mu)
+    return Estimate(c - 1, (spread.clamp(min=0) / samples).sqrt(), mu, mean_error, samples)

@@ -1,0 +1,245 @@
+"""Structured dropout as functions and modules.
+
+``theta`` is the probability that a unit is kept, as in the paper; a drop rate ``p`` is ``theta = 1 - p``. Every unit is
+kept at exactly that rate at every size, and what is kept is divided by the mean ``theta`` of the mask, not by the share
+that happened to be kept in the batch: both are what the theory needs. In evaluation the input is returned.
+
+Masks come from the global random state unless a function is given a generator.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from solver_plugins.dropblock.bits import draw_bits
+from solver_plugins.dropblock.retain import check_theta
+from solver_plugins.dropblock.schemes import GridBlocks, OverlappingBlocks, Sampler, Scheme, make_scheme
+from solver_plugins.errors import OptionError, ShapeError
+
+
+def structured_dropout(
+    x: Tensor,
+    scheme: Scheme,
+    *,
+    dims: int = 1,
+    couple_channels: bool = False,
+    training: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Drops units by a scheme and rescales by its mean.
+
+    Args:
+        x: Of shape ``(..., d)`` for ``dims=1`` and ``(..., height, width)`` for ``dims=2``.
+        scheme: The scheme (see :func:`make_scheme`).
+        dims: Over how many of the last dimensions a mask reaches; each of the other indices has a mask of its own.
+        couple_channels: Lets all channels, the dimension before the masked ones, share a mask.
+        training: False returns the input.
+        generator: Where randomness comes from.
+
+    Raises:
+        ShapeError: If the input has too few dimensions.
+        BlockSizeError: If blocks of a grid do not divide the size.
+    """
+    if dims < 1:
+        raise OptionError(f"Expected masks over at least one dimension; found dims={dims}.")
+    if x.ndim < dims + couple_channels:
+        channels = " and one of channels" if couple_channels else ""
+        raise ShapeError(f"Expected {dims} masked dimensions{channels}; found the shape {tuple(x.shape)}.")
+    if not training:
+        return x
+    mean = scheme.mean
+    if not isinstance(mean, Tensor) and mean == 1:
+        return x
+    batch, size = list(x.shape[: x.ndim - dims]), tuple(x.shape[x.ndim - dims :])
+    if couple_channels:
+        batch[-1] = 1
+    mask = scheme.mask(batch, size, device=x.device, generator=generator)
+    if isinstance(mean, Tensor):
+        return x * (mask / mean.to(mask.device)).to(x.dtype)
+    return _multiply(x, mask, 1 / mean)
+
+
+def _multiply(x: Tensor, mask: Tensor, scale: float) -> Tensor:
+    if x.dtype in (torch.float16, torch.bfloat16):
+        # In half precision the scale itself would be rounded, and every output with it to the same side.
+        return x * mask * scale
+    return x * (mask.to(x.dtype) * scale)
+
+
+def drop_block_1d(
+    x: Tensor,
+    theta: float,
+    block_size: int,
+    *,
+    overlapping: bool = False,
+    couple_channels: bool = False,
+    training: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """DropBlock along the last dimension: of vectors, or of sequences ``(..., channels, length)``.
+
+    Args:
+        x: The input.
+        theta: The probability that a unit is kept.
+        block_size: How many neighbours are dropped together.
+        overlapping: Whether blocks may stand anywhere (the original DropBlock) instead of on a grid (the paper's).
+        couple_channels: Lets all channels share a mask.
+        training: False returns the input.
+        generator: Where randomness comes from.
+    """
+    scheme = (OverlappingBlocks if overlapping else GridBlocks)(theta, block_size)
+    return structured_dropout(x, scheme, couple_channels=couple_channels, training=training, generator=generator)
+
+
+def drop_block_2d(
+    x: Tensor,
+    theta: float,
+    block_size: int,
+    *,
+    overlapping: bool = False,
+    couple_channels: bool = False,
+    training: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """DropBlock over the last two dimensions of maps ``(..., channels, height, width)``; see :func:`drop_block_1d`."""
+    scheme = (OverlappingBlocks if overlapping else GridBlocks)(theta, block_size)
+    return structured_dropout(
+        x, scheme, dims=2, couple_channels=couple_channels, training=training, generator=generator
+    )
+
+
+def drop_connect_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    theta: float,
+    training: bool = True,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """A linear layer that drops single weights (DropConnect); the bias is kept.
+
+    The samples of a batch share a mask: that costs no memory, and the expectation of a loss that sums over samples is
+    the same.
+
+    Args:
+        x: Of shape ``(..., inputs)``.
+        weight: Of shape ``(outputs, inputs)``.
+        bias: Of shape ``(outputs,)``.
+        theta: The probability that a weight is kept.
+        training: False computes the plain layer.
+        generator: Where randomness comes from.
+    """
+    check_theta(theta)
+    if training and theta < 1:
+        mask = draw_bits(tuple(weight.shape), theta, weight.device, generator)
+        weight = _multiply(weight, mask, 1 / theta)
+    return functional.linear(x, weight, bias)
+
+
+class StructuredDropout(nn.Module):
+    """Structured dropout by any scheme; see :func:`structured_dropout`.
+
+    Args:
+        scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler.
+        theta: The probability that a unit is kept; of a named scheme.
+        block_size: How many neighbours are dropped together; of a named scheme.
+        mean: The mean of a sampler's masks, a number or a tensor of a mask's shape.
+        dims: Over how many of the last dimensions a mask reaches.
+        couple_channels: Lets all channels share a mask.
+    """
+
+    def __init__(
+        self,
+        scheme: str | Scheme | Sampler,
+        theta: float | None = None,
+        block_size: int | None = None,
+        *,
+        mean: float | Tensor | None = None,
+        dims: int = 1,
+        couple_channels: bool = False,
+    ):
+        super().__init__()
+        self.scheme = make_scheme(scheme, theta, block_size, mean)
+        self.dims = dims
+        self.couple_channels = couple_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the input with units dropped, in evaluation the input itself."""
+        return structured_dropout(
+            x, self.scheme, dims=self.dims, couple_channels=self.couple_channels, training=self.training
+        )
+
+    def extra_repr(self) -> str:
+        """Returns the settings."""
+        coupled = ", couple_channels=True" if self.couple_channels else ""
+        return f"{self.scheme}, dims={self.dims}{coupled}"
+
+
+class _DropBlock(StructuredDropout):
+    _dims = 1
+
+    def __init__(self, theta: float, block_size: int, *, overlapping: bool = False, couple_channels: bool = False):
+        scheme = "overlapping" if overlapping else "dropblock"
+        super().__init__(scheme, theta, block_size, dims=self._dims, couple_channels=couple_channels)
+
+
+class DropBlock1d(_DropBlock):
+    """DropBlock along the last dimension; see :func:`drop_block_1d`.
+
+    Args:
+        theta: The probability that a unit is kept.
+        block_size: How many neighbours are dropped together.
+        overlapping: Whether blocks may stand anywhere instead of on a grid.
+        couple_channels: Lets all channels share a mask.
+    """
+
+
+class DropBlock2d(_DropBlock):
+    """DropBlock over maps; see :func:`drop_block_2d`.
+
+    Args:
+        theta: The probability that a unit is kept.
+        block_size: The blocks' height and width.
+        overlapping: Whether blocks may stand anywhere instead of on a grid.
+        couple_channels: Lets all channels share a mask.
+    """
+
+    _dims = 2
+
+
+class DropConnectLinear(nn.Linear):
+    """A linear layer that drops single weights in training; see :func:`drop_connect_linear`.
+
+    Args:
+        in_features: How many inputs.
+        out_features: How many outputs.
+        bias: Whether there is a bias.
+        theta: The probability that a weight is kept.
+        device: Where to make the Parameters.
+        dtype: Of the Parameters.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, theta: float, device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.theta = check_theta(theta)
+
+    @classmethod
+    def from_linear(cls, layer: nn.Linear, theta: float) -> "DropConnectLinear":
+        """Returns a layer with the Parameters (the same objects) and the mode of a plain one."""
+        made = cls(layer.in_features, layer.out_features, layer.bias is not None, theta=theta, device="meta")
+        made.weight, made.bias = layer.weight, layer.bias
+        return made.train(layer.training)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the output of the layer with weights dropped, in evaluation of the plain one."""
+        return drop_connect_linear(input, self.weight, self.bias, theta=self.theta, training=self.training)
+
+    def extra_repr(self) -> str:
+        """Returns the settings."""
+        return f"{super().extra_repr()}, theta={self.theta:g}"

@@ -1,0 +1,165 @@
+"""Dropout without sampling: what structured dropout before the last layer adds to the loss on average, exactly.
+
+regularizer = StructuredDropoutRegularizer(model, "dropblock", theta=0.9, block_size=4)
+loss = F.mse_loss(model(x), y) + regularizer()
+"""
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from solver_plugins.dropblock.classifier import find_classifier
+from solver_plugins.dropblock.errors import RegularizerError
+from solver_plugins.dropblock.retain import check_divides
+from solver_plugins.dropblock.schemes import GridBlocks, Sampler, Scheme, make_scheme
+from solver_plugins.errors import OptionError, ShapeError
+
+Loss = Literal["squared", "cross_entropy_second_order"]
+Reduction = Literal["mean", "batchmean", "sum"]
+
+
+class StructuredDropoutRegularizer:
+    """What dropping units before the last layer adds to the expected loss, computed from a hook on that layer.
+
+    For the squared loss the value is exact (Lemma 3.1): the sum of the variances of the outputs. For cross-entropy
+    there is no closed form; ``loss="cross_entropy_second_order"`` is the second-order term
+    ``tr((diag(p) - p p^T) Cov(logits))/2`` of the expected loss around the undropped logits, ``p`` their softmax.
+
+    The value is computed during each forward pass in training mode, and handed out once by a call. It is a mean over
+    samples, as the loss: so it is right under DDP (each process adds its own), under gradient accumulation (divide it
+    together with the loss), under autocast (it is computed in float32) and for sharded weights (which are whole while
+    the layer runs). Dropout that the model itself samples before its last layer is not taken out: set it to zero.
+
+    Args:
+        model: The classifier; see :func:`find_classifier` for how its last layer is found. Make the regulariser before
+            the model is compiled.
+        scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler (whose characteristic matrix is
+            estimated once).
+        theta: The retain probability of a named scheme.
+        block_size: The block size of a named scheme.
+        loss: Which loss the value is added to.
+        reduction: How that loss sums up: "mean" over samples, for the squared loss over outputs, too
+            (``F.mse_loss``, ``F.cross_entropy``); "batchmean" over samples only; or "sum".
+        classifier: The last layer or its name, where it is not found by itself.
+
+    Attributes:
+        name: The last layer's name.
+        classifier: The last layer.
+        scheme: The scheme.
+
+    Raises:
+        ClassifierError: If the last layer is not found.
+        BlockSizeError: If blocks of a grid do not divide its width.
+        UnknownNameError: For an unknown scheme.
+        OptionError: For other options out of range.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: str | Scheme | Sampler,
+        theta: float | None = None,
+        block_size: int | None = None,
+        *,
+        loss: Loss = "squared",
+        reduction: Reduction = "mean",
+        classifier: str | nn.Module | None = None,
+    ):
+        if loss not in get_args(Loss):
+            raise OptionError(
+                f"Expected loss to be one of {', '.join(map(repr, get_args(Loss)))}; found {loss!r}. The value is "
+                "exact for the squared loss only."
+            )
+        if reduction not in get_args(Reduction):
+            raise OptionError(
+                f"Expected reduction to be one of {', '.join(map(repr, get_args(Reduction)))}; found {reduction!r}."
+            )
+        self.scheme = make_scheme(scheme, theta, block_size)
+        self.loss = loss
+        self.reduction = reduction
+        self.name, self.classifier = find_classifier(model, classifier)
+        if isinstance(self.scheme, GridBlocks):
+            check_divides(self.scheme.block_size, self.classifier.in_features)
+        self._rows: Tensor | None = None
+        self._passes = 0
+        self._handle = self.classifier.register_forward_hook(self._look)
+
+    def __call__(self, where: Tensor | None = None) -> Tensor:
+        """Returns the value of the last forward pass in training mode, and forgets it.
+
+        Args:
+            where: Which rows the loss counts: a boolean tensor of the shape of the layer's input without its last
+                dimension. Needed only where the layer sees sequences ``(batch, tokens, d)``: ``labels != -100`` for one
+                label per token; only the last token's place for a model that pools its logits.
+
+        Raises:
+            RegularizerError: If there was no forward pass in training mode since the last call, or more than one.
+            ShapeError: If the layer sees sequences and it was not said which rows count.
+        """
+        rows, passes = self._rows, self._passes
+        self.reset()
+        if rows is None:
+            raise RegularizerError(
+                f"Expected a forward pass in training mode, through {self.name!r}, before each call of the "
+                "regulariser; there was none since the last one."
+            )
+        if passes > 1:
+            raise RegularizerError(
+                f"The model ran {passes} times in training mode since the regulariser was last called: add it to the "
+                "loss after each pass, or call reset() to leave passes out."
+            )
+        if where is None:
+            if rows.ndim > 1:
+                raise ShapeError(
+                    f"{self.name!r} saw sequences, of shape {(*rows.shape, self.classifier.in_features)}: say with "
+                    f"where= which of the {tuple(rows.shape)} rows the loss counts (torch.ones for all of them)."
+                )
+        elif where.shape != rows.shape:
+            raise ShapeError(f"Expected where= of shape {tuple(rows.shape)}; found {tuple(where.shape)}.")
+        counted = rows.numel() if where is None else where.sum().clamp(min=1)
+        total = rows.sum() if where is None else (rows * where.to(rows)).sum()
+        if self.reduction == "sum":
+            return total
+        if self.reduction == "mean" and self.loss == "squared":
+            counted = counted * self.classifier.out_features
+        return total / counted
+
+    def reset(self) -> None:
+        """Forgets the last forward pass."""
+        self._rows, self._passes = None, 0
+
+    def remove(self) -> None:
+        """Takes the hook off the model."""
+        self._handle.remove()
+        self.reset()
+
+    def __enter__(self) -> "StructuredDropoutRegularizer":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"StructuredDropoutRegularizer({self.name!r}, {self.scheme}, loss={self.loss!r})"
+
+    def _look(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not module.training or not torch.is_grad_enabled():
+            return
+        features, logits, weight = args[0], output, module.weight
+        assert isinstance(weight, Tensor)
+        with torch.autocast(features.device.type, enabled=False):
+            wide = torch.promote_types(torch.promote_types(features.dtype, weight.dtype), torch.float32)
+            features, weight = features.to(wide), weight.to(wide)
+            if self.loss == "squared":
+                rows = self.scheme.variance(weight, features)
+            else:
+                probabilities = logits.to(wide).softmax(-1)
+                rows = self.scheme.weighted_variance(weight, features, probabilities) / 2
+        # Gradient checkpointing repeats the pass, all of it, inside of backward: its value was handed out already.
+        if not _in_backward():
+            self._rows, self._passes = rows, self._passes + 1
+
+
+def _in_backward() -> bool:
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1

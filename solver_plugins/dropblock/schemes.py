@@ -1,0 +1,365 @@
+"""Which units are dropped together: schemes, by name or by a sampler.
+
+A scheme draws masks ``z`` with mean ``mu`` and says what dropping by them does on average (Lemma 3.1). Of the logits
+``U diag(z/mu) h`` of a last layer,
+
+    sum_c Var(logit_c) = h^T (Cbar o U^T U) h,    Cbar_ij = Cov(z_i, z_j)/(mu_i mu_j)
+
+which is the regulariser of the squared loss, one number per sample. Each scheme uses the structure of its ``Cbar``.
+"""
+
+import abc
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from solver_plugins.dropblock.bits import all_in_window, draw_bits
+from solver_plugins.dropblock.estimate import Estimate, estimate
+from solver_plugins.dropblock.retain import check_block_size, check_divides, check_theta, seed_retain_probability
+from solver_plugins.errors import OptionError, ShapeError
+from solver_plugins.registry import Registry
+
+Sampler = Callable[[int, tuple[int, ...], torch.Generator | None], Tensor]
+"""``sampler(n, size, generator)`` draws ``n`` independent masks, a tensor of shape ``(n, *size)``."""
+
+ESTIMATE_SAMPLES = 2**14
+"""How many masks of a sampler are drawn where its characteristic matrix is needed and none is given."""
+
+
+class Scheme(abc.ABC):
+    """How units are dropped."""
+
+    name: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def mean(self) -> float | Tensor:
+        """The mean ``mu`` of the mask, that of every unit or one per unit."""
+
+    @abc.abstractmethod
+    def mask(
+        self,
+        batch: Sequence[int],
+        size: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Draws one mask for each element of the batch, shape ``(*batch, *size)``; what is zero is dropped.
+
+        Args:
+            batch: The shape of the batch.
+            size: ``(d,)`` for vectors, ``(height, width)`` for maps.
+            device: Where to draw.
+            generator: Where randomness comes from; the global state by default.
+        """
+
+    @abc.abstractmethod
+    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
+        """Returns ``Cbar`` (eq. 16) in float64, for units in the order of ``flatten``."""
+
+    def variance(self, weight: Tensor, features: Tensor) -> Tensor:
+        """Returns ``h^T (Cbar o U^T U) h`` for each row ``h`` of the features, in O(d^2 (a + N)) or better.
+
+        Args:
+            weight: ``U``, of shape ``(a, d)``.
+            features: Of shape ``(..., d)``.
+        """
+        matrix = self._matrix_for(weight) * (weight.mT @ weight)
+        return ((features @ matrix) * features).sum(-1)
+
+    def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
+        """Returns ``tr((diag(p) - p p^T) Cov(logits))`` for each row; see :meth:`variance`.
+
+        Args:
+            weight: ``U``, of shape ``(a, d)``.
+            features: Of shape ``(..., d)``.
+            probabilities: ``p``, of shape ``(..., a)``.
+        """
+        matrix = self._matrix_for(weight)
+        parts = weight * features[..., None, :]
+        each = ((parts @ matrix) * parts).sum(-1)
+        middle = (probabilities @ weight) * features
+        return (probabilities * each).sum(-1) - ((middle @ matrix) * middle).sum(-1)
+
+    def _matrix_for(self, weight: Tensor) -> Tensor:
+        return self.characteristic_matrix((weight.shape[-1],)).to(weight)
+
+
+@dataclass(frozen=True)
+class Dropout(Scheme):
+    """Every unit on its own."""
+
+    name: ClassVar[str] = "dropout"
+    theta: float
+    block_size: int = 1
+
+    def __post_init__(self) -> None:
+        check_theta(self.theta)
+        if check_block_size(self.block_size) != 1:
+            raise OptionError(
+                f"The scheme 'dropout' drops single units; found block_size={self.block_size}. "
+                "Take 'dropblock' or 'overlapping' for blocks."
+            )
+
+    @property
+    def mean(self) -> float:
+        return float(self.theta)
+
+    def mask(
+        self,
+        batch: Sequence[int],
+        size: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        return draw_bits((*batch, *size), self.theta, device, generator)
+
+    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
+        return _odds(self.theta) * torch.eye(math.prod(size), dtype=torch.float64)
+
+    def variance(self, weight: Tensor, features: Tensor) -> Tensor:
+        return _band(weight, features, [_odds(self.theta)])
+
+    def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
+        return _band(weight, features, [_odds(self.theta)], probabilities)
+
+
+@dataclass(frozen=True)
+class GridBlocks(Scheme):
+    """Whole blocks of a grid: the DropBlock of the paper (Algorithm 1)."""
+
+    name: ClassVar[str] = "dropblock"
+    theta: float
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_theta(self.theta)
+        check_block_size(self.block_size)
+
+    @property
+    def mean(self) -> float:
+        return float(self.theta)
+
+    def mask(
+        self,
+        batch: Sequence[int],
+        size: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        check_divides(self.block_size, *size)
+        mask = draw_bits((*batch, *(n // self.block_size for n in size)), self.theta, device, generator)
+        for dim in range(-len(size), 0) if self.block_size > 1 else ():
+            mask = mask.repeat_interleave(self.block_size, dim)
+        return mask
+
+    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
+        check_divides(self.block_size, *size)
+        same = torch.ones(1, 1, dtype=torch.float64)
+        for n in size:
+            index = torch.arange(n) // self.block_size
+            same = torch.kron(same, (index[:, None] == index).to(same))
+        return _odds(self.theta) * same
+
+    def variance(self, weight: Tensor, features: Tensor) -> Tensor:
+        w, h = self._blocks(weight), self._blocks(features)
+        return _odds(self.theta) * torch.einsum("...kr,krs,...ks->...", h, torch.einsum("akr,aks->krs", w, w), h)
+
+    def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
+        # What each block adds to each logit: the blocks are independent.
+        parts = torch.einsum("...kr,akr->...ka", self._blocks(features), self._blocks(weight))
+        p = probabilities[..., None, :]
+        middle = (p * parts).sum(-1, keepdim=True)
+        return _odds(self.theta) * (p * (parts - middle).square()).sum((-2, -1))
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        check_divides(self.block_size, x.shape[-1])
+        return x.unflatten(-1, (-1, self.block_size))
+
+
+@dataclass(frozen=True)
+class OverlappingBlocks(Scheme):
+    """Blocks anywhere, as in the original DropBlock; those that reach over the border are cut off.
+
+    With them every unit, at the border too, lies in ``r`` (maps: ``r^2``) possible blocks and is kept with probability
+    ``theta`` at every size.
+    """
+
+    name: ClassVar[str] = "overlapping"
+    theta: float
+    block_size: int
+
+    def __post_init__(self) -> None:
+        check_theta(self.theta)
+        check_block_size(self.block_size)
+
+    @property
+    def mean(self) -> float:
+        return float(self.theta)
+
+    def mask(
+        self,
+        batch: Sequence[int],
+        size: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        extended = (n + self.block_size - 1 for n in size)
+        keep = draw_bits(
+            (*batch, *extended), seed_retain_probability(self.theta, self.block_size, len(size)), device, generator
+        )
+        for dim in range(-1, -len(size) - 1, -1):
+            keep = all_in_window(keep, self.block_size, dim)
+        return keep
+
+    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
+        shared = torch.ones(1, 1, dtype=torch.float64)
+        for n in size:
+            index = torch.arange(n, dtype=torch.float64)
+            overlap = (1 - (index[:, None] - index).abs() / self.block_size).clamp(min=0)
+            shared = torch.kron(shared, overlap)
+        return torch.special.expm1(-math.log(self.theta) * shared)
+
+    def variance(self, weight: Tensor, features: Tensor) -> Tensor:
+        return _band(weight, features, self._diagonals())
+
+    def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
+        return _band(weight, features, self._diagonals(), probabilities)
+
+    def _diagonals(self) -> list[float]:
+        return [math.expm1(-math.log(self.theta) * (1 - k / self.block_size)) for k in range(self.block_size)]
+
+
+class SampledScheme(Scheme):
+    """Any scheme, given by a sampler.
+
+    Args:
+        sampler: ``sampler(n, size, generator)`` draws ``n`` masks of the given size.
+        mean: The mean of a mask: a number, or a tensor of a mask's shape. By default it is estimated together with the
+            characteristic matrix, which the layers do not do: they need it.
+    """
+
+    name = "sampled"
+
+    def __init__(self, sampler: Sampler, mean: float | Tensor | None = None):
+        if not callable(sampler):
+            raise OptionError(f"Expected a sampler to be a function of n, size and generator; found {sampler!r}.")
+        if mean is not None and not bool((torch.as_tensor(mean) != 0).all()):
+            raise OptionError("Expected a mean without zeros: a unit that is always dropped cannot be rescaled.")
+        self.sampler = sampler
+        self._mean = mean
+        self._matrices: dict[tuple[int, ...], Tensor] = {}
+
+    @property
+    def mean(self) -> float | Tensor:
+        if self._mean is None:
+            raise OptionError(
+                "Masks are rescaled by their mean, and this sampler came without one: pass mean=, or take it from "
+                "estimate_characteristic_matrix(sampler, d).mean."
+            )
+        return self._mean
+
+    def mask(
+        self,
+        batch: Sequence[int],
+        size: Sequence[int],
+        *,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        n = math.prod(batch)
+        mask = self.sampler(n, tuple(size), generator)
+        if not isinstance(mask, Tensor) or mask.shape != (n, *size):
+            found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+            raise ShapeError(f"Expected the sampler to draw masks of shape {(n, *size)}; found {found}.")
+        return mask.to(device).reshape(*batch, *size)
+
+    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
+        """Returns an estimate from 2^14 masks, drawn from a seed of its own: the same in every process."""
+        key = tuple(size)
+        if key not in self._matrices:
+            generator = torch.Generator().manual_seed(0)
+            self._matrices[key] = self.estimate(key, ESTIMATE_SAMPLES, generator).matrix
+        return self._matrices[key]
+
+    def estimate(self, size: Sequence[int], samples: int, generator: torch.Generator | None = None) -> Estimate:
+        """Estimates the characteristic matrix from so many masks."""
+        mean = self._mean.flatten() if isinstance(self._mean, Tensor) else self._mean
+        return estimate(lambda n: self.mask((n,), size, generator=generator), math.prod(size), samples, mean)
+
+    def __repr__(self) -> str:
+        return f"SampledScheme({getattr(self.sampler, '__name__', self.sampler)!r})"
+
+
+SCHEMES: Registry[type[Dropout] | type[GridBlocks] | type[OverlappingBlocks]] = Registry("scheme")
+for _scheme in (Dropout, GridBlocks, OverlappingBlocks):
+    SCHEMES.register(_scheme.name, _scheme)
+
+
+def list_schemes() -> list[str]:
+    """Lists the names of schemes."""
+    return SCHEMES.names()
+
+
+def make_scheme(
+    scheme: str | Scheme | Sampler,
+    theta: float | None = None,
+    block_size: int | None = None,
+    mean: float | Tensor | None = None,
+) -> Scheme:
+    """Returns a scheme from what users give: a name, a scheme, or a sampler.
+
+    Args:
+        scheme: "dropout", "dropblock" (on a grid), "overlapping", a :class:`Scheme`, or a sampler.
+        theta: The retain probability; of a name only.
+        block_size: The block size; of a name only.
+        mean: The mean of the masks; of a sampler only.
+
+    Raises:
+        UnknownNameError: For an unknown name.
+        OptionError: If an option is missing, out of range, or given for a scheme that has its own.
+        BlockSizeError: If the block size is no positive whole number.
+    """
+    if isinstance(scheme, Scheme) or (callable(scheme) and not isinstance(scheme, type)):
+        if theta is not None or block_size is not None:
+            raise OptionError("theta and block_size belong to schemes given by name; this one has its own.")
+        if not isinstance(scheme, Scheme):
+            return SampledScheme(scheme, mean)
+    if mean is not None:
+        raise OptionError("mean belongs to a sampler; a scheme knows its own.")
+    if isinstance(scheme, Scheme):
+        return scheme
+    made = SCHEMES.get(scheme)  # type: ignore[arg-type]
+    if theta is None:
+        raise OptionError(f"The scheme {scheme!r} needs theta, the probability that a unit is kept.")
+    if block_size is None and made is not Dropout:
+        raise OptionError(f"The scheme {scheme!r} needs a block_size.")
+    return made(theta, 1 if block_size is None else block_size)
+
+
+def _odds(theta: float) -> float:
+    return (1 - theta) / theta
+
+
+def _band(weight: Tensor, features: Tensor, diagonals: Sequence[float], probabilities: Tensor | None = None) -> Tensor:
+    """Returns the (weighted) variances for ``Cbar_ij = diagonals[|i - j|]``, in O(d r (a + N)) unless weighted."""
+    d = weight.shape[-1]
+    mean = None if probabilities is None else probabilities @ weight
+    terms = []
+    for k, value in enumerate(diagonals[:d]):
+        products = weight[..., : d - k] * weight[..., k:]
+        if probabilities is None or mean is None:
+            gram = products.sum(-2)
+        else:
+            gram = probabilities @ products - mean[..., : d - k] * mean[..., k:]
+        terms.append((1 if k == 0 else 2) * value * (features[..., : d - k] * features[..., k:] * gram).sum(-1))
+    return functools.reduce(torch.add, terms)

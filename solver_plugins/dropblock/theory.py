@@ -1,0 +1,130 @@
+"""What structured dropout minimises on average.
+
+Samples are rows, as everywhere in torch: with inputs ``X`` (N, b), targets ``Y`` (N, a) and weights ``V`` (b, d),
+``U`` (a, d), the network is ``X V U^T``, and its hidden features are ``X V``. The paper's matrices are the transposes.
+
+    E_z |Y - X V diag(z/mu) U^T|^2 = |Y - X V U^T|^2 + <Cbar, U^T U o (X V)^T (X V)>      (Lemma 3.1)
+"""
+
+import torch
+from torch import Tensor
+
+from solver_plugins.dropblock.estimate import Estimate
+from solver_plugins.dropblock.retain import check_theta
+from solver_plugins.dropblock.schemes import ESTIMATE_SAMPLES, SampledScheme, Sampler, Scheme, make_scheme
+from solver_plugins.errors import OptionError, ShapeError
+
+
+def characteristic_matrix(
+    scheme: str | Scheme | Sampler,
+    d: int | tuple[int, ...],
+    theta: float | None = None,
+    block_size: int | None = None,
+    *,
+    samples: int = ESTIMATE_SAMPLES,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Returns ``Cbar_ij = Cov(z_i, z_j)/(mu_i mu_j)`` (eq. 16) in float64.
+
+    Args:
+        scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler. Named schemes are exact; for
+            a sampler it is estimated (see :func:`estimate_characteristic_matrix` for the error bars).
+        d: The width, or the size of a map; a map's units come in the order of ``flatten``.
+        theta: The retain probability of a named scheme.
+        block_size: The block size of a named scheme.
+        samples: How many masks of a sampler to draw.
+        generator: Where a sampler's randomness comes from.
+    """
+    made = make_scheme(scheme, theta, block_size)
+    if isinstance(made, SampledScheme):
+        return made.estimate(_size(d), samples, generator).matrix
+    return made.characteristic_matrix(_size(d))
+
+
+def estimate_characteristic_matrix(
+    sampler: Sampler | SampledScheme,
+    d: int | tuple[int, ...],
+    *,
+    mean: float | Tensor | None = None,
+    samples: int = ESTIMATE_SAMPLES,
+    generator: torch.Generator | None = None,
+) -> Estimate:
+    """Estimates ``Cbar`` of an arbitrary sampler by Monte Carlo, with standard errors.
+
+    Args:
+        sampler: ``sampler(n, size, generator)`` draws ``n`` masks of shape ``size``.
+        d: The width, or the size of a map.
+        mean: The mean of a mask, if it is known; the error bars are smaller then.
+        samples: How many masks to draw.
+        generator: Where randomness comes from.
+    """
+    scheme = sampler if isinstance(sampler, SampledScheme) else SampledScheme(sampler, mean)
+    return scheme.estimate(_size(d), samples, generator)
+
+
+def omega(U: Tensor, features: Tensor, cbar: Tensor) -> Tensor:
+    """Returns ``<Cbar, U^T U o H^T H>`` with the features ``H`` as rows (eq. 15), in O(d^2 (a + N)).
+
+    Args:
+        U: Weights of the last layer, of shape ``(a, d)``: a ``nn.Linear``'s own.
+        features: Inputs of the last layer, of shape ``(N, d)``.
+        cbar: The characteristic matrix ``(d, d)``, or its diagonal ``(d,)``, which costs O(d (a + N)).
+
+    Raises:
+        ShapeError: If the shapes do not go together.
+    """
+    d = U.shape[-1]
+    if U.ndim != 2 or features.ndim != 2 or features.shape[1] != d or cbar.shape not in ((d, d), (d,)):
+        raise ShapeError(
+            "Expected U (a, d), features (N, d) and cbar (d, d) or (d,); found "
+            f"{tuple(U.shape)}, {tuple(features.shape)} and {tuple(cbar.shape)}."
+        )
+    cbar = cbar.to(U)
+    if cbar.ndim == 1:
+        return (cbar * U.square().sum(0) * features.square().sum(0)).sum()
+    return (cbar * (U.mT @ U) * (features.mT @ features)).sum()
+
+
+def dropconnect_omega(outer: Tensor | None, weight: Tensor, inputs: Tensor, theta: float) -> Tensor:
+    """Returns DropConnect's regulariser ``(1-theta)/theta sum_k |u_k|^2 v_k^T diag(M^T M) v_k``, for any inputs ``M``.
+
+    It is dropout's, as Theorem 4.1 has it, only where ``M^T M`` is diagonal: ``M`` varies by coordinate, not by sample.
+
+    Args:
+        outer: ``U`` of shape ``(a, d)``, the layer behind the one that drops; None if that is the last.
+        weight: The dropped weights ``(d, b)``: a ``nn.Linear``'s own, the transpose of the paper's ``V``.
+        inputs: ``M`` of shape ``(N, b)``, one sample per row.
+        theta: The probability that a weight is kept.
+    """
+    check_theta(theta)
+    if weight.ndim != 2 or inputs.ndim != 2 or inputs.shape[1] != weight.shape[1]:
+        raise ShapeError(
+            f"Expected weights (d, b) and inputs (N, b); found {tuple(weight.shape)} and {tuple(inputs.shape)}."
+        )
+    if outer is not None and (outer.ndim != 2 or outer.shape[1] != weight.shape[0]):
+        raise ShapeError(f"Expected outer weights (a, {weight.shape[0]}); found {tuple(outer.shape)}.")
+    each = weight.square() @ inputs.square().sum(0)
+    if outer is not None:
+        each = outer.square().sum(0) * each
+    return (1 - theta) / theta * each.sum()
+
+
+def deterministic_objective(U: Tensor, V: Tensor, X: Tensor | None, Y: Tensor, scheme: Scheme) -> Tensor:
+    """Returns ``E_z |Y - X V diag(z/mu) U^T|^2`` without sampling (Lemma 2.1, Lemma 3.1).
+
+    Args:
+        U: Of shape ``(a, d)``.
+        V: Of shape ``(b, d)``.
+        X: Of shape ``(N, b)``; None for the identity.
+        Y: Of shape ``(N, a)``.
+        scheme: Which units are dropped.
+    """
+    features = V if X is None else X @ V
+    return (Y - features @ U.mT).square().sum() + scheme.variance(U, features).sum()
+
+
+def _size(d: int | tuple[int, ...]) -> tuple[int, ...]:
+    size = (d,) if isinstance(d, int) else tuple(d)
+    if not size or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in size):
+        raise OptionError(f"Expected a width, or the size of a map; found {d!r}.")
+    return size
