@@ -54,6 +54,11 @@ class SolverBlock(LayerBlock):
         return made_class(shell, plain, "Solver", kernel_reader=staticmethod(reader_for(plain)))
 
     @classmethod
+    def restored_class(cls, plain: type[nn.Module]) -> "type[SolverBlock]":
+        """Returns the class of a layer that was turned into a block where it stood."""
+        return _installed(cls) if _NAMED.get(plain) is cls else cls.class_for(plain)
+
+    @classmethod
     def from_layer(
         cls,
         layer: nn.Module,
@@ -147,6 +152,14 @@ class SolverBlock(LayerBlock):
         return f"{super().extra_repr()}, output={self.output!r}"
 
 
+def _installed(made: type[SolverBlock]) -> type[SolverBlock]:
+    """Returns the class of a block that takes a layer's place: called with arguments it makes a plain layer.
+
+    ``SolverLinear(3, 2)`` makes a solver, as it says; ``type(model.fc)(3, 2)`` (PEFT) means a layer like that one.
+    """
+    return made_class(made, made.plain_class, "Solver") if made in _NAMED.values() else made
+
+
 def install_block(
     layer: nn.Module, activation: Activation, solver: Solver, output: OutputKind = "argument"
 ) -> SolverBlock:
@@ -155,7 +168,7 @@ def install_block(
     Raises:
         SolverPluginsError: If it cannot be one; the layer is as it was then.
     """
-    layer.__class__ = shell_for(layer, SolverBlock, _RESERVED)
+    layer.__class__ = _installed(shell_for(layer, SolverBlock, _RESERVED))  # type: ignore[arg-type]
     block: SolverBlock = layer  # type: ignore[assignment]
     try:
         block._set_up(activation, solver, output)

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 
 from solver_plugins.blocks.fold import check_foldable, diagonal_of, normalised, running_diagonal
 from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
-from solver_plugins.blocks.made import Shell, made_class, take_off
+from solver_plugins.blocks.made import Shell, hides_forward, made_class, take_off
 from solver_plugins.blocks.run import run_block
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
 from solver_plugins.operators import operator_from_kernel, reader_for, rescaled_bound
@@ -26,7 +26,7 @@ from solver_plugins.prox import Prior
 from solver_plugins.solvers import Solver, working_dtype
 
 Role = Literal["norm", "norm-activation", "activation"]
-_RESERVED = RESERVED | {"diagonal_reference", "place", "role", "outlet", "norm", "stash"}
+_RESERVED = RESERVED | {"diagonal_reference", "role", "outlet", "norm", "stash"}
 SMALL_ROW = 0.05
 """A reference row is at least this share of the largest, so that a scale near zero may grow without voiding ``L``."""
 
@@ -44,6 +44,13 @@ class Partner:
         found = self.parent._modules[self.name]
         assert found is not None
         return found
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """Another module itself, wherever it stands by now (inside of an adapter), without being a part of its holder."""
+
+    module: "ChainBlock"
 
 
 def partner_of(name: str, modules: dict[str, nn.Module]) -> Partner:
@@ -76,7 +83,6 @@ class ChainBlock(LayerBlock):
     The layer computes what it always did and keeps it; :meth:`finish` solves once the argument is known.
 
     Attributes:
-        place: Where the layer itself stands.
         role: What the outlet does itself: the "norm" (the activation follows), both ("norm-activation", as timm's
             BatchNormAct2d), or the "activation" (after a norm and a skip).
         outlet: Where the argument is complete.
@@ -84,7 +90,6 @@ class ChainBlock(LayerBlock):
         stash: What the layer's last call computed.
     """
 
-    place: Partner
     role: Role
     outlet: Partner
     norm: Partner | None
@@ -137,15 +142,20 @@ class ChainBlock(LayerBlock):
                 f"A {type(outlet).__name__} was put in the place of a converted module. Run one forward pass, or call "
                 "refresh_steps(model), before the model is compiled."
             )
-        install_outlet(self.outlet, self.role).chained = (self.place,)
+        install_outlet(self.outlet, self.role).chained = (Held(self),)
 
     def compute_step(self, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
         if "outlet" in vars(self):
             self._find_outlet()
         return super().compute_step(method, tolerance)
 
-    def finish(self, argument: Tensor) -> Tensor | None:
-        """Returns the solver's argument in place of the plain one, or None if the layer has not been called."""
+    def finish(self, argument: Tensor, normed: Tensor | None = None) -> Tensor | None:
+        """Returns the solver's argument in place of the plain one, or None if the layer has not been called.
+
+        Args:
+            argument: What the activation would get.
+            normed: What the outlet, a norm, was given: the layer's output, and what others (adapters) added to it.
+        """
         call = self.stash.take()
         if call is None:
             return None
@@ -160,7 +170,7 @@ class ChainBlock(LayerBlock):
         constant = self._current_L(kernel) if self.solver.needs_constant else self.L
         diagonal = None
         if norm is not None:
-            diagonal = diagonal_of(norm, y, constant.dtype)
+            diagonal = diagonal_of(norm, y if normed is None else normed, constant.dtype)
             constant = rescaled_bound(constant, diagonal.detach(), self.diagonal_reference)
         operator = operator_from_kernel(kernel, self.geometry, u.shape, diagonal=diagonal)
         additive = argument - operator.apply(u) if self.solver.samples == "inputs" else None
@@ -192,7 +202,7 @@ class Outlet(Shell):
     """
 
     role: Role
-    chained: tuple[Partner, ...]
+    chained: tuple[Held, ...]
     shared: bool
 
     @classmethod
@@ -205,14 +215,13 @@ class Outlet(Shell):
         if self.role == "activation":
             return super().forward(self._finished(input))
         if self.role == "norm":
-            return self._finished(super().forward(input))
+            return self._finished(super().forward(input), input)
         inner: Any = self
-        return inner.act(inner.drop(self._finished(normalised(inner, input))))
+        return inner.act(inner.drop(self._finished(normalised(inner, input), input)))
 
-    def _finished(self, argument: Tensor) -> Tensor:
-        for partner in self.chained:
-            layer = partner.module
-            found = layer.finish(argument) if isinstance(layer, ChainBlock) else None
+    def _finished(self, argument: Tensor, normed: Tensor | None = None) -> Tensor:
+        for held in self.chained:
+            found = held.module.finish(argument, normed)
             if found is not None:
                 return found
         if self.shared:
@@ -226,7 +235,7 @@ class Outlet(Shell):
 
 
 def install_chain(
-    layer: Partner,
+    layer: nn.Module,
     outlet: Partner,
     role: Role,
     norm: Partner | None,
@@ -250,17 +259,16 @@ def install_chain(
     """
     host = outlet.module
     check_foldable(host if role != "activation" else None if norm is None else norm.module)
-    if isinstance(host, LayerBlock) or "forward" in vars(host):
+    if isinstance(host, LayerBlock) or hides_forward(host):
         raise UnsupportedLayerError(
             f"This {type(host).__name__} is a solver or has a forward of its own on the instance already."
         )
-    module = layer.module
-    module.__class__ = shell_for(module, ChainBlock, _RESERVED)
-    block: ChainBlock = module  # type: ignore[assignment]
+    layer.__class__ = shell_for(layer, ChainBlock, _RESERVED)
+    block: ChainBlock = layer  # type: ignore[assignment]
     try:
-        block.place, block.role, block.outlet, block.norm, block.stash = layer, role, outlet, norm, Stash()
+        block.role, block.outlet, block.norm, block.stash = role, outlet, norm, Stash()
         opened = install_outlet(outlet, role)
-        opened.chained, opened.shared = (*opened.chained, layer), opened.shared or shared
+        opened.chained, opened.shared = (*opened.chained, Held(block)), opened.shared or shared
         block._set_up_solver(prior, solver, "argument")
     except BaseException:
         remove_chain(block)
@@ -272,6 +280,7 @@ def install_outlet(place: Partner, role: Role) -> Outlet:
     """Opens an outlet where a module stands."""
     module = place.module
     if not isinstance(module, Outlet):
+        vars(module).pop("forward", None)
         module.__class__ = Outlet.class_for(type(module))
         made: Outlet = module  # type: ignore[assignment]
         made.role, made.chained, made.shared = role, (), False
@@ -283,10 +292,8 @@ def install_outlet(place: Partner, role: Role) -> Outlet:
 def _certify_chains(module: nn.Module, incompatible_keys: Any) -> None:
     # The layer loads before its norm, so its constant may belong to the norm's old scales.
     assert isinstance(module, Outlet)
-    for partner in module.chained:
-        layer = partner.module
-        if isinstance(layer, ChainBlock):
-            layer.certify_if_moved()
+    for held in module.chained:
+        held.module.certify_if_moved()
 
 
 def remove_chain(block: ChainBlock) -> nn.Module:

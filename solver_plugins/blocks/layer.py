@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from solver_plugins.blocks.made import take_off
+from solver_plugins.blocks.made import hides_forward, take_off
 from solver_plugins.blocks.passthrough import undropped
 from solver_plugins.blocks.run import check_combination, check_rank
 from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
@@ -111,7 +111,7 @@ def shell_for(layer: nn.Module, kind: type[LayerBlock], reserved: set[str]) -> t
         raise UnsupportedLayerError(
             f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
         )
-    if "forward" in vars(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
+    if hides_forward(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
         raise UnsupportedLayerError(
             f"This {type(layer).__name__} has a forward of its own on the instance, which would hide the solver: an "
             "accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
@@ -132,6 +132,7 @@ def shell_for(layer: nn.Module, kind: type[LayerBlock], reserved: set[str]) -> t
             f"{kind.__name__} is made from a layer of its own kind; found {type(layer).__name__}."
         )
     read_layer(layer)
+    vars(layer).pop("forward", None)
     if parametrized:
         # torch reads a parametrised weight through properties of a class made for this one layer.
         members = {**vars(type(layer)), "plain_class": type(layer)}

@@ -208,8 +208,13 @@ class TrackedStep(Shell):
             # Constants stay in float32 at least: as a half, L would overflow or lose its certificate.
             if after is not None and after.dtype.itemsize < 4:
                 self._buffers[name] = buffer.to(after.device)
+        dtype = kernel.dtype
         kernel = self._kernel().detach()
-        if settled and self._in_reach(kernel):
+        rounded = kernel.dtype.itemsize < dtype.itemsize
+        if known and rounded and self._in_reach(kernel) and bool(torch.isfinite(kernel).all()):
+            # Rounded weights are others: what is computed from now on is what will be computed after loading them.
+            self.refresh_step()
+        elif settled and self._in_reach(kernel):
             # The same weights in another dtype or on another device round differently, and have not moved.
             self.power_quotient.copy_(self._quotient(kernel))
             if certified:

@@ -103,7 +103,7 @@ def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
             if block.role == "layer":
                 made = install_block(modules[block.layer], prior, solver)
             else:
-                layer, host = partner_of(block.layer, modules), partner_of(block.host, modules)
+                layer, host = modules[block.layer], partner_of(block.host, modules)
                 norm = None if block.norm is None else partner_of(block.norm, modules)
                 made = install_chain(layer, host, block.role, norm, prior, solver, block.shared)
             made.routed = block.routed

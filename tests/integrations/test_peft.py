@@ -54,10 +54,6 @@ def test_linear_layers(name, tmp_path):
     check(name, CASES[name], tmp_path)
 
 
-@pytest.mark.xfail(
-    raises=(AssertionError, AttributeError),
-    reason="PEFT makes the convolutions of an adapter by type(base_layer)(...), which for a block is another block.",
-)
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_convolutions(name, tmp_path):
     check(name, CONVOLUTIONS[name], tmp_path)
