@@ -30,6 +30,7 @@ from solver_plugins.integrations import load, save
 from solver_plugins.integrations.hooks import register_with_hosts
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
+from solver_plugins.proxprop import ProxProp
 from solver_plugins.registry import list_solvers, register_solver, solver_info
 from solver_plugins.surgery import (
     apply_conversion,
@@ -46,6 +47,7 @@ except PackageNotFoundError:  # A source tree that was never installed.
     __version__ = "0.0.0"
 
 __all__ = [
+    "ProxProp",
     "SolverBlock",
     "SolverConv1d",
     "SolverConv2d",

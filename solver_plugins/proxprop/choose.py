@@ -1,0 +1,138 @@
+"""Which layers of a model are listened to, and which are preconditioned."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torch import nn
+
+from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError, did_you_mean
+from solver_plugins.proxprop.errors import WrappedModelError
+from solver_plugins.proxprop.rows import Rows
+from solver_plugins.proxprop.unit import rows_of
+from solver_plugins.surgery.errors import TargetError
+from solver_plugins.surgery.kinds import linear_like
+from solver_plugins.surgery.targets import Target, Targets, read_targets
+
+_HIDING = {
+    "torch.nn.parallel.data_parallel.DataParallel": "use DistributedDataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "use FSDP2 (fully_shard)",
+}
+# Prefixes that wrappers put in front of names: DistributedDataParallel's at the front, a compiled module's anywhere.
+_COMPILED = "_orig_mod"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The linear layers of a model.
+
+    Attributes:
+        all: Name, layer and, if the layer is to be preconditioned, how its input becomes rows.
+        skipped: Why others are not preconditioned.
+    """
+
+    all: list[tuple[str, nn.Module, Rows | None]]
+    skipped: dict[str, str]
+
+
+def choose_layers(model: nn.Module, targets: Targets | None, exclude: Targets | None) -> Choice:
+    """Finds the layers; see :class:`ProxProp` for the arguments and the errors."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedLayerError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
+    named = _linear_layers(model)
+    wanted = None if targets is None else read_targets(targets, "targets")
+    unwanted = None if exclude is None else read_targets(exclude, "exclude")
+    for given in (wanted, unwanted):
+        for target in given.targets if given is not None else ():
+            _check_met(target, named, given.option if given is not None else "")
+    result: list[tuple[str, nn.Module, Rows | None]] = []
+    skipped: dict[str, str] = {}
+    for layer, names in named.values():
+        rows: Rows | None = None
+        if unwanted is not None and _met(unwanted.targets, names, layer):
+            skipped[names[0]] = "excluded"
+        elif wanted is not None and not _met(wanted.targets, names, layer):
+            skipped[names[0]] = "not among the targets"
+        else:
+            try:
+                rows = rows_of(layer)
+            except SolverPluginsError as error:
+                if wanted is not None:
+                    raise UnsupportedLayerError(f"{names[0]} cannot be preconditioned: {error}") from error
+                skipped[names[0]] = str(error)
+        result.append((names[0], layer, rows))
+    if not any(rows is not None for _, _, rows in result):
+        reasons = "".join(f"\n  - {name}: {reason}" for name, reason in list(skipped.items())[:5])
+        raise UnsupportedLayerError(
+            f"Expected a model with linear or convolutional layers to precondition; found none.{reasons}"
+        )
+    kept = [(name, layer) for name, layer, rows in result if rows is not None]
+    _check_biases(kept)
+    _check_shards(kept, any(_is_fsdp2(module) for module in model.modules()))
+    return Choice(result, skipped)
+
+
+def _linear_layers(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
+    """Returns every linear layer once, with all of its names."""
+    distributed = type(model).__name__ == "DistributedDataParallel"
+    named: dict[int, tuple[nn.Module, list[str]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        advice = _HIDING.get(f"{type(module).__module__}.{type(module).__qualname__}")
+        if advice is not None:
+            raise WrappedModelError(
+                f"ProxProp cannot listen to layers inside of {type(module).__name__}; {advice}, or make the ProxProp "
+                "from the bare model."
+            )
+        if linear_like(module):
+            parts = [part for part in path.split(".") if part != _COMPILED]
+            name = ".".join(parts[1:] if distributed else parts)
+            names = named.setdefault(id(module), (module, []))[1]
+            if name not in names:
+                names.append(name)
+    return named
+
+
+def _met(targets: Iterable[Target], names: list[str], layer: nn.Module) -> bool:
+    return any(target.matches(name, layer) for target in targets for name in names)
+
+
+def _check_met(target: Target, named: dict[int, tuple[nn.Module, list[str]]], option: str) -> None:
+    if any(_met((target,), names, layer) for layer, names in named.values()):
+        return
+    names = {name for _, all_names in named.values() for name in all_names}
+    ends = {name.rpartition(".")[2] for name in names}
+    raise TargetError(
+        f"{option}: {target.label} matches no linear layer."
+        f"{did_you_mean(target.text or '', names if len(names) <= 20 else ends)}"
+    )
+
+
+def _check_biases(layers: list[tuple[str, nn.Module]]) -> None:
+    """Refuses a bias that belongs to two weights: it would be part of two systems."""
+    owners: dict[int, tuple[str, int]] = {}
+    for name, layer in layers:
+        bias, weight = layer._parameters.get("bias"), layer._parameters.get("weight")
+        if bias is None:
+            continue
+        other, known = owners.setdefault(id(bias), (name, id(weight)))
+        if known != id(weight):
+            raise UnsupportedLayerError(
+                f"{other} and {name} share a bias but not their weights, so their systems cannot be solved apart; "
+                "leave one of them out with exclude=."
+            )
+
+
+def _is_fsdp2(module: nn.Module) -> bool:
+    # By name: the class need not be imported to be absent.
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+def _check_shards(layers: list[tuple[str, nn.Module]], fsdp2: bool) -> None:
+    """Refuses weights that are spread over processes while their layers run: no process sees whole rows then."""
+    for name, layer in layers:
+        placements = getattr(layer._parameters["weight"], "placements", ())
+        if placements and (not fsdp2 or sum(one.is_shard() for one in placements) > 1):
+            raise WrappedModelError(
+                f"The weight of {name} is spread over processes by tensor parallelism, so that none of them sees its "
+                "inputs as a whole. ProxProp supports DistributedDataParallel and FSDP2; leave this layer out with "
+                "exclude=."
+            )

@@ -1,0 +1,127 @@
+"""One training step with ProxProp against a plain one: time and memory, on the paper's two networks.
+
+    .venv/bin/python -m tests.benchmarks.proxprop_step [--repeats 7] [--profile]
+
+Prints a Markdown table. Times are whole steps (forward, backward, SGD with momentum), interleaved, best of
+several, in units of the plain step. Memory is the highest sum of live tensors during a step beyond that of the plain
+step, both without momentum, whose own temporaries would hide it; in units of the largest layer's activations (its input
+and output), of which 2 are allowed. Nothing here is asserted: machines are noisy.
+"""
+
+import argparse
+import copy
+import itertools
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from solver_plugins import ProxProp
+
+BATCH = 500
+MODES = ("exact", "cg3")
+
+
+def mlp() -> tuple[nn.Module, Tensor]:
+    """Returns the network of section 5.1 and a batch."""
+    sizes = (3072, 4000, 1000, 4000)
+    layers: list[nn.Module] = []
+    for n1, n2 in itertools.pairwise(sizes):
+        layers += [nn.Linear(n1, n2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(4000, 10)), torch.rand(BATCH, 3072)
+
+
+def conv_net() -> tuple[nn.Module, Tensor]:
+    """Returns the network of section 5.3 and a batch."""
+    layers: list[nn.Module] = []
+    for n1, n2 in ((3, 16), (16, 20), (20, 20)):
+        layers += [nn.Conv2d(n1, n2, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(320, 10)), torch.rand(BATCH, 3, 32, 32)
+
+
+def stepper(model: nn.Module, x: Tensor, mode: str | None, momentum: float = 0.95) -> Callable[[], None]:
+    """Returns a call that takes one training step."""
+    model = copy.deepcopy(model)
+    labels = torch.arange(len(x)) % 10
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=momentum, nesterov=momentum > 0)
+    if mode is not None:
+        ProxProp(model, mode, tau_theta=0.05).attach(optimizer)
+
+    def step() -> None:
+        nn.functional.cross_entropy(model(x), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def best_times(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
+    """Returns the best time of each call; the calls take turns, so that a slow moment hits all of them."""
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def peak_bytes(call: Callable[[], None]) -> int:
+    """Returns how many bytes of tensors a call holds at most beyond what was there before it."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
+        call()
+    held = peak = 0
+    for event in records.profiler.kineto_results.events():  # type: ignore[union-attr]
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            peak = max(peak, held)
+    return peak
+
+
+def largest_activations(model: nn.Module, x: Tensor) -> int:
+    """Returns the bytes of input and output of the layer where they are most."""
+    sizes: list[int] = []
+    handles = [
+        layer.register_forward_hook(lambda layer, args, y: sizes.append(4 * (args[0].numel() + y.numel())))
+        for layer in model.modules()
+        if isinstance(layer, nn.Linear | nn.Conv2d)
+    ]
+    with torch.no_grad():
+        model(x)
+    for handle in handles:
+        handle.remove()
+    return max(sizes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="also print where the time of a step goes")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    print("| network, batch 500 | mode | time / plain | memory beyond plain / largest activations |\n|---|---|---|---|")
+    for title, make in (("MLP 3072-4000-1000-4000-10", mlp), ("conv net", conv_net)):
+        torch.manual_seed(0)
+        model, x = make()
+        calls = {str(mode): stepper(model, x, mode) for mode in (None, *MODES)}
+        for call in calls.values():
+            call()
+        times = best_times(calls, arguments.repeats)
+        peaks = {str(mode): peak_bytes(stepper(model, x, mode, momentum=0.0)) for mode in (None, *MODES)}
+        unit = largest_activations(model, x)
+        for mode in MODES:
+            extra = (peaks[mode] - peaks["None"]) / unit
+            print(f"| {title} | `{mode}` | {times[mode] / times['None']:.2f} | {extra:.2f} |", flush=True)
+        if arguments.profile:
+            for name, call in calls.items():
+                with profile(activities=[ProfilerActivity.CPU]) as records:
+                    call()
+                print(f"\n{title}, {name}: {times[name]:.3f} s")
+                print(records.key_averages().table(sort_by="self_cpu_time_total", row_limit=12))
+
+
+if __name__ == "__main__":
+    main()
