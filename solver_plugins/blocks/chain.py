@@ -20,6 +20,7 @@ from solver_plugins.blocks.fold import check_foldable, diagonal_of, normalised, 
 from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
 from solver_plugins.blocks.made import Shell, hides_forward, made_class, take_off
 from solver_plugins.blocks.run import run_block
+from solver_plugins.blocks.stepsize import certify_after_loading
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
 from solver_plugins.operators import operator_from_kernel, reader_for, rescaled_bound
 from solver_plugins.prox import Prior
@@ -293,7 +294,10 @@ def _certify_chains(module: nn.Module, incompatible_keys: Any) -> None:
     # The layer loads before its norm, so its constant may belong to the norm's old scales.
     assert isinstance(module, Outlet)
     for held in module.chained:
-        held.module.certify_if_moved()
+        if held.module.L.is_meta:
+            certify_after_loading(held.module)
+        else:
+            held.module.certify_if_moved()
 
 
 def remove_chain(block: ChainBlock) -> nn.Module:

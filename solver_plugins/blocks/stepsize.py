@@ -71,13 +71,13 @@ class TrackedStep(Shell):
         self.register_buffer("power_vectors", start_vectors(kernel.detach(), self.geometry), persistent=False)
         for name in STEP_BUFFERS[2:]:
             self.register_buffer(name, torch.zeros_like(one), persistent=False)
-        self.register_load_state_dict_post_hook(_certify_after_loading)
+        self.register_load_state_dict_post_hook(certify_after_loading)
         if not kernel.is_meta:
             self.refresh_step()
 
     def _forget_step(self) -> None:
         hooks = self._load_state_dict_post_hooks
-        for key in [key for key, hook in hooks.items() if hook is _certify_after_loading]:
+        for key in [key for key, hook in hooks.items() if hook is certify_after_loading]:
             del hooks[key]
 
     @torch.no_grad()
@@ -232,10 +232,12 @@ class TrackedStep(Shell):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-def _certify_after_loading(module: nn.Module, incompatible_keys: Any) -> None:
+def certify_after_loading(module: nn.Module, incompatible_keys: Any = None) -> None:
+    """Certifies ``L`` of a block that has just been loaded, unless a part of it still has no values."""
     # A post hook, not part of the loading itself: a parametrised weight is only whole once its children have loaded.
     assert isinstance(module, TrackedStep)
-    if module._kernel().is_meta:
+    kernel = module._kernel()
+    if kernel.is_meta or any(value.is_meta for value in module._new_reference(kernel).values()):
         return
     try:
         module.refresh_step()

@@ -92,9 +92,6 @@ def test_reads_subclasses_that_keep_their_forward():
 
 
 def test_refuses_subclasses_with_a_forward_of_their_own():
-    with pytest.raises(UnsupportedLayerError, match="forward of its own"):
-        kernel_of(timm.layers.StdConv2d(2, 3, 3))
-
     class Hidden(nn.Conv2d):
         def _conv_forward(self, input, weight, bias):
             return super()._conv_forward(input, 2 * weight, bias)

@@ -17,6 +17,7 @@ COPIES = rows((pair for pair in PAIRS if pair[0] in SMALL or pair[1] == "proxgd"
 
 
 @pytest.mark.parametrize(("model", "solver"), EVERY)
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_flags_and_hooks_survive(model, solver):
     """Promise 3: training, requires_grad, dtype and hooks of every kind are as before, and the hooks run."""
     made = build(model, torch.float64)
