@@ -63,7 +63,7 @@ class Anderson(Solver):
     ) -> HistoryState:
         step = problem.step
         if state is None:
-            return HistoryState(problem.descend(None, problem.gradient(None), step), step, (), (), None, None)
+            return HistoryState(problem.first(step), step, (), (), None, None)
         x = self.value(problem, state)
         image = problem.descend(x, problem.gradient(x), step)
         flat_dims = -len(problem.operator.problem_dims)

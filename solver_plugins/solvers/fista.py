@@ -49,7 +49,7 @@ class FISTA(Solver):
     ) -> MomentumState:
         step = problem.step
         if state is None:
-            return MomentumState(problem.descend(None, problem.gradient(None), step), step, None, None, None)
+            return MomentumState(problem.first(step), step, None, None, None)
         x = self.value(problem, state)
         moved = x if state.previous is None else x - state.previous
         if state.theta is None:

@@ -109,6 +109,10 @@ class BlockProblem:
         move = gradient if isinstance(step, float) and step == 1.0 else step * gradient
         return -move if x is None else x - move
 
+    def first(self, step: Step) -> Tensor:
+        """Returns ``descend(None, gradient(None), step)``, which for the unit step is the layer's output itself."""
+        return self.output if isinstance(step, float) and step == 1.0 else step * self.output
+
     def objective(self, x: Tensor) -> Tensor:
         """Returns ``F(x) + g(x)`` of the problem actually solved, one number per sample."""
         fitted, input = self.operator.adjoint(x).to(x.dtype), self.input.to(x.dtype)

@@ -24,5 +24,7 @@ class ProxGD(Solver):
         return None
 
     def step(self, problem: BlockProblem, state: State | None, iteration: int, draws: Draws | None) -> State:
-        x = None if state is None else self.value(problem, state)
+        if state is None:
+            return State(problem.first(problem.step), problem.step)
+        x = self.value(problem, state)
         return State(problem.descend(x, problem.gradient(x), problem.step), problem.step)

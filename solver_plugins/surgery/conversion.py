@@ -37,7 +37,7 @@ class BlockRecord(StrictConfig):
     solver: str = pydantic.Field(description="Registered name of the solver.")
     settings: dict[str, Any] = pydantic.Field(description="The solver's options, all of them.")
     prior: str = pydantic.Field(description="Registered name of the prior.")
-    parameters: dict[str, float] = pydantic.Field(default_factory=dict, description="The prior's parameters.")
+    parameters: dict[str, int | float] = pydantic.Field(default_factory=dict, description="The prior's parameters.")
     partner: str | None = pydantic.Field(None, description="Name of the activation module whose parameters it reads.")
     shared: bool = pydantic.Field(False, description="Whether the host, an activation, serves others, too.")
     routed: bool = pydantic.Field(False, description="Whether it undoes a dropout that serves others, too.")

@@ -115,7 +115,23 @@ def _take_activation(graph: Graph, found: Surroundings, step: Step, pattern: Pat
         return False
     found.pattern, found.activation = pattern, activation.part
     found.prior, found.nonprox_reason = activation.prior, activation.reason
+    other = _other_axis(graph, found, step)
+    if other is not None:
+        found.prior = None
+        found.nonprox_reason = f"{activation.part.label} {other}"
     return True
+
+
+def _other_axis(graph: Graph, found: Surroundings, step: Step) -> str | None:
+    """Says along which axis a prior that couples numbers acts, if that is not the axis of the layer's features."""
+    if found.prior is None or found.prior.separable:
+        return None
+    axes = len(graph.record.values[step.value].shape)
+    features = axes - 1 - len(getattr(found.call.module, "kernel_size", ()))
+    dim = getattr(found.prior, "dim", features) % axes
+    if dim == features:
+        return None
+    return f"acts along axis {dim}, and the layer's features are axis {features}: it would couple independent problems."
 
 
 def _activation_at(graph: Graph, step: Step) -> _Found | None:

@@ -28,6 +28,16 @@ def test_round_trip(name):
     assert conversion_of(again).to_json() == text
 
 
+def test_whole_numbers_stay_whole():
+    """The axis of a softmax is no float, also after JSON."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Softmax(dim=-1)).eval()
+    x = torch.rand(2, 4)
+    again = copy.deepcopy(model)
+    convert_model(model, "proxgd", iters=3, pattern="all", example_inputs=x)
+    apply_conversion(again, Conversion.from_json(conversion_of(model).to_json()))
+    assert torch.equal(again(x), model(x))
+
+
 def test_rates_dropouts_and_parameters():
     model = convert(make(act=nn.LeakyReLU), "proxsg", iters=4, decay=0.8)
     conversion = conversion_of(model)

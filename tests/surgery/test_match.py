@@ -122,6 +122,18 @@ def test_an_activation_along_an_axis_needs_that_axis() -> None:
     assert moved.prior is None and "acts along an axis" in str(moved.nonprox_reason)
 
 
+def test_softmax_along_another_axis_than_the_features():
+    def block(axis: int) -> Block:
+        conv = nn.Conv2d(3, 4, 1)
+        return fc(lambda self, x: self.fc(x).softmax(axis), torch.rand(2, 3, 5, 6), fc=conv)
+
+    assert block(1).prior is not None and block(-3).prior is not None
+    for axis in (-1, 2, 0):
+        assert block(axis).prior is None
+        assert "couple independent problems" in (block(axis).nonprox_reason or "")
+    assert fc(lambda self, x: self.fc(x).softmax(0)).prior is None
+
+
 def test_a_shared_activation_stays_in_place() -> None:
     found = blocks(lambda self, x: self.act(self.two(self.act(self.fc(x)))), two=nn.Linear(4, 4), act=nn.ReLU())
     for block in found.values():

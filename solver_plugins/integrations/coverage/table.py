@@ -1,0 +1,170 @@
+"""The results of many models as a Markdown page."""
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from solver_plugins.integrations.coverage.result import CHECKS, ITERS, TOLERANCE
+from solver_plugins.surgery import PATTERNS
+
+Result = Mapping[str, Any]
+_LIBRARIES = ("timm", "transformers")
+_MEANING = {
+    "walked": "the forward pass is recorded and its blocks are found",
+    "converted": '`convert_model(model, solver="proxgd", iters=1, pattern="all")` converts',
+    "keys": "state-dict keys, shapes and dtypes, the Parameter objects and the classes are the same",
+    "eval": "one iteration gives the plain model's output in evaluation mode",
+    "train": "and in training mode, with dropout off",
+    "gradients": "and its gradients, of every Parameter",
+    "statistics": "and the norms' statistics after a training pass",
+    "reference": f"at {ITERS} iterations every block agrees with a reference that knows only the plain modules",
+    "backward": f"gradients at {ITERS} iterations are finite",
+    "saved": "weights as safetensors and the conversion as JSON give the same network again",
+    "reverted": "after `revert_model` classes and attributes are the old ones, and the output is the same bit for bit",
+}
+
+
+def page(rows: Iterable[Result], versions: Mapping[str, str], date: str) -> str:
+    """Returns the page.
+
+    Args:
+        rows: Results, one per model.
+        versions: Of the libraries.
+        date: When the results were made.
+    """
+    rows = sorted(rows, key=lambda row: (row["library"], row["family"], row["name"]))
+    parts = [
+        "# Coverage",
+        "",
+        "Every model of `timm.list_models()`, and every class of transformers' image- and sequence-classification "
+        "mappings with a small config. Written by `solver-plugins coverage`; do not edit.",
+        "",
+        f"{date}; " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
+        "",
+        *_totals(rows),
+        *_families(rows),
+        *_left(rows),
+        *_reduced(rows),
+        *_without(rows),
+        *_failures(rows),
+        *_foreign(rows),
+    ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _table(heading: Sequence[str], lines: Iterable[Sequence[Any]], right: int = 1) -> list[str]:
+    rule = ["---"] * right + ["---:"] * (len(heading) - right)
+    rows = [heading, rule, *lines]
+    return [f"| {' | '.join(str(cell) for cell in row)} |" for row in rows] + [""]
+
+
+def _eligible(rows: Sequence[Result], check: str) -> list[Result]:
+    """Returns the rows that a check is asked of: those with a block, and for walking all that run here."""
+    ours = [row for row in rows if not row["foreign"]]
+    return ours if check == "walked" else [row for row in ours if row["blocks"] or "walked" not in row["passed"]]
+
+
+def _totals(rows: Sequence[Result]) -> list[str]:
+    lines, groups = [], {library: [row for row in rows if row["library"] == library] for library in _LIBRARIES}
+    groups = {library: members for library, members in groups.items() if members}
+    for check in CHECKS:
+        cells = []
+        for members in groups.values():
+            asked = _eligible(members, check)
+            passed = sum(check in row["passed"] for row in asked)
+            # Without a norm that keeps statistics there is nothing to compare, and the check holds.
+            errors = [row["errors"][check] for row in asked if check in row["errors"]]
+            cells += [f"{passed}/{len(asked)}", f"{max(errors):.1e}" if errors else ""]
+        lines.append([f"**{check}**: {_MEANING[check]}", *cells])
+    heading = ["check", *(cell for library in groups for cell in (library, "largest error"))]
+    counts = [
+        f"{library}: {len(members)} models, of which {sum(bool(row['blocks']) for row in members)} have a convertible "
+        f"block ({sum(sum(row['blocks'].values()) for row in members)} blocks in all) and "
+        f"{sum(bool(row['foreign']) for row in members)} do not run here by themselves; walking takes "
+        f"{statistics.mean([row['walk_seconds'] or 0 for row in members]):.2f} s on average, all checks "
+        f"{statistics.mean([row['seconds'] for row in members]):.1f} s (of one core)."
+        for library, members in groups.items()
+    ]
+    about = (
+        f"Errors are in float32, relative to the scale of what is compared; the tolerance is {TOLERANCE:g}. Weights "
+        "are random, with no scale at zero. Step sizes are estimates here: certificates have tests of their own."
+    )
+    return ["## Totals", "", *(f"- {count}" for count in counts), "", *_table(heading, lines), about, ""]
+
+
+def _families(rows: Sequence[Result]) -> list[str]:
+    parts = []
+    used = [pattern for pattern in PATTERNS if any(pattern in row["blocks"] for row in rows)]
+    for library in _LIBRARIES:
+        groups: dict[str, list[Result]] = defaultdict(list)
+        for row in rows:
+            if row["library"] == library:
+                groups[row["family"]].append(row)
+        lines = []
+        for family, members in groups.items():
+            blocks: Counter[str] = Counter()
+            for row in members:
+                blocks.update(row["blocks"])
+            ours = [row for row in members if not row["foreign"]]
+            good = sum(not row["failures"] for row in ours)
+            layers = sum(row["layers"] for row in members)
+            times = f"{statistics.median([row['seconds'] for row in members]):.1f}"
+            result = f"{good}/{len(ours)}" if ours else "not ours"
+            lines.append([family, len(members), layers, *(blocks[p] or "" for p in used), result, times])
+        if lines:
+            heading = ["family", "models", "layers", *used, "all checks", "median s"]
+            parts += [f"## {library} by family", "", *_table(heading, lines)]
+    return parts
+
+
+def _left(rows: Sequence[Result]) -> list[str]:
+    layers: Counter[str] = Counter()
+    models: Counter[str] = Counter()
+    for row in rows:
+        kinds: Counter[str] = Counter()
+        for reason, count in row["left"].items():
+            kinds[_general(reason)] += count
+        layers.update(kinds)
+        models.update(kinds.keys())
+    lines = [[reason, models[reason], count] for reason, count in layers.most_common()]
+    if not lines:
+        return []
+    return ["## Layers that are left alone", "", *_table(["reason", "models", "layers"], lines)]
+
+
+def _general(reason: str) -> str:
+    """Returns a reason without the names of one model."""
+    words = reason.split("; ")[0]
+    quoted = words.split("'")
+    return "'...'".join(quoted[::2]) if len(quoted) > 2 else words
+
+
+def _reduced(rows: Sequence[Result]) -> list[str]:
+    lines = [[row["name"], row["reduced"]] for row in rows if row["reduced"]]
+    return ["## Checked with reduced depth", "", *_table(["model", "how"], lines, 2)] if lines else []
+
+
+def _without(rows: Sequence[Result]) -> list[str]:
+    lines = [
+        [row["name"], "; ".join(f"{count}x {reason}" for reason, count in row["left"].items()) or "no linear layer"]
+        for row in rows
+        if not row["blocks"] and "walked" in row["passed"]
+    ]
+    return ["## Without a convertible block", "", *_table(["model", "why"], lines, 2)] if lines else []
+
+
+def _failures(rows: Sequence[Result]) -> list[str]:
+    lines = [
+        [row["name"], check, reason.replace("|", "\\|")] for row in rows for check, reason in row["failures"].items()
+    ]
+    table = _table(["model", "check", "reason"], lines, 3) if lines else ["None.", ""]
+    return ["## Failures", "", *table]
+
+
+def _foreign(rows: Sequence[Result]) -> list[str]:
+    lines = [[row["name"], row["foreign"].replace("|", "\\|")] for row in rows if row["foreign"]]
+    if not lines:
+        return []
+    about = "The plain model's own construction or forward pass raises; nothing of this package was reached."
+    return ["## Does not run here by itself", "", about, "", *_table(["model", "its error"], lines, 2)]
