@@ -139,6 +139,7 @@ class SolverBlock(LayerBlock):
             self._current_L(kernel) if self.solver.needs_constant else self.L,
             residual=self.residual if self.solver.implicit else None,
             gain=self.channel_gain,
+            shift=self.channel_shift,
             blend=self.blend,
             observer=self.observer,
             output=self.output,

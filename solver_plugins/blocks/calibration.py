@@ -1,7 +1,9 @@
 """Gains that give converted blocks the scale of the layers they were, and the blend between the two.
 
 At ``K > 1`` a block's output is ``v_K`` instead of the plain layer's ``v_1``, of another size; over a deep network the
-sizes multiply. A gain per output feature makes the mean square of ``g v_K`` that of ``v_1`` in the original network.
+sizes multiply. A gain and a shift per output feature give ``g v_K + s`` the mean and the variance that ``v_1`` has in
+the original network, so that as much of it passes the activation as before. Gains alone do not: a feature that is
+negative most of the time, and then is not, opens a ReLU.
 """
 
 import contextlib
@@ -21,37 +23,48 @@ LARGEST_GAIN = 1e3
 """Features that hardly ever are active have no scale to speak of: their gain is kept within this factor."""
 
 
-class _MeanSquare:
-    """The mean square of each feature, over all calls that it observes."""
+class _Moments:
+    """Mean and variance of each feature, over all calls that it observes."""
 
     def __init__(self) -> None:
         self.total: Tensor | float = 0.0
+        self.squares: Tensor | float = 0.0
         self.count = 0
 
     def add(self, argument: Tensor, dim: int) -> None:
         features = argument.detach().movedim(dim, -1).flatten(0, -2).double()
-        self.total = self.total + features.square().sum(0)
+        self.total = self.total + features.sum(0)
+        self.squares = self.squares + features.square().sum(0)
         self.count += len(features)
 
     def __call__(self, argument: Tensor, dim: int) -> None:
         self.add(argument, dim)
 
+    @property
+    def mean(self) -> Tensor:
+        return torch.as_tensor(self.total) / max(self.count, 1)
+
+    @property
+    def variance(self) -> Tensor:
+        return (torch.as_tensor(self.squares) / max(self.count, 1) - self.mean.square()).clamp_min(0)
+
 
 class _Matching:
-    """Makes the gain of one block from what it has seen so far, while the blocks before it already use theirs."""
+    """Makes gain and shift of one block from what it has seen so far, while the blocks before it already use theirs."""
 
-    def __init__(self, wanted: _MeanSquare) -> None:
-        self.wanted, self.seen = wanted, _MeanSquare()
+    def __init__(self, wanted: _Moments) -> None:
+        self.wanted, self.seen = wanted, _Moments()
 
-    def __call__(self, argument: Tensor, dim: int) -> Tensor:
+    def __call__(self, argument: Tensor, dim: int) -> tuple[Tensor, Tensor]:
         self.seen.add(argument, dim)
-        return self.gain().to(argument)
+        gain, shift = self.scale()
+        return gain.to(argument), shift.to(argument)
 
-    def gain(self) -> Tensor:
-        wanted = torch.as_tensor(self.wanted.total) / max(self.wanted.count, 1)
-        seen = torch.as_tensor(self.seen.total) / max(self.seen.count, 1)
+    def scale(self) -> tuple[Tensor, Tensor]:
+        wanted, seen = self.wanted.variance, self.seen.variance
         ratio = (wanted / seen.clamp_min(torch.finfo(seen.dtype).tiny)).sqrt().clamp(1 / LARGEST_GAIN, LARGEST_GAIN)
-        return torch.where((wanted > 0) & (seen > 0), ratio, 1.0)
+        gain = torch.where((wanted > 0) & (seen > 0), ratio, 1.0)
+        return gain, self.wanted.mean - gain * self.seen.mean
 
 
 def calibrate(
@@ -60,14 +73,14 @@ def calibrate(
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     progress: bool = True,
-) -> dict[str, Tensor]:
+) -> dict[str, tuple[Tensor, Tensor]]:
     """Gives every solver block of a converted model the scale that its layer had in the original network.
 
     Two passes over a few batches, in evaluation mode and without gradients: the original network (each block at one
-    iteration) says how large each feature is; then the solvers run, and each block's gains are set while the blocks
-    before it already have theirs. The gains are part of the conversion: :func:`solver_plugins.conversion_of` writes
-    them down, :func:`solver_plugins.revert_model` removes them. Call it right after the conversion, before wrapping the
-    model; in several processes, all take the gains of the first.
+    iteration) tells mean and variance of each feature; then the solvers run, and each block's gains and shifts are set
+    while the blocks before it already have theirs. They are part of the conversion:
+    :func:`solver_plugins.conversion_of` writes them down, :func:`solver_plugins.revert_model` removes them. Call it
+    right after the conversion, before wrapping the model; in several processes, all take those of the first.
 
     Args:
         model: A converted model.
@@ -78,7 +91,7 @@ def calibrate(
         progress: Whether to show a progress bar.
 
     Returns:
-        The gains by the name of the layer.
+        Gains and shifts by the name of the layer.
 
     Raises:
         OptionError: If the model has no solver block.
@@ -90,7 +103,7 @@ def calibrate(
     if not kept:
         raise InputError("Expected at least one batch to calibrate with; found none.")
     run = _run_model if forward is None else forward
-    wanted = {name: _MeanSquare() for name in blocks}
+    wanted = {name: _Moments() for name in blocks}
     matching = {name: _Matching(wanted[name]) for name in blocks}
     plain = SOLVERS.get("proxgd").from_options(iters=1)
     with tqdm(total=2 * len(kept), desc="calibrate", unit="batch", disable=not progress, leave=False) as bar:
@@ -100,10 +113,10 @@ def calibrate(
         with _observed(model, blocks, matching, None):
             _pass(model, kept, run, bar)
         _check({name: one.seen for name, one in matching.items()}, "of a solver")
-    gains = {name: _of_first_process(one.gain().to(blocks[name].L)) for name, one in matching.items()}
-    for name, gain in gains.items():
-        blocks[name].set_gain(gain)
-    return gains
+    scales = {name: _of_first_process(torch.stack(one.scale()).to(blocks[name].L)) for name, one in matching.items()}
+    for name, (gain, shift) in scales.items():
+        blocks[name].set_scale(gain, shift)
+    return {name: (gain, shift) for name, (gain, shift) in scales.items()}
 
 
 def set_blend(model: nn.Module, blend: float) -> None:
@@ -167,18 +180,18 @@ def _observed(
             module.training = training
 
 
-def _check(seen: Mapping[str, _MeanSquare], whose: str) -> None:
+def _check(seen: Mapping[str, _Moments], whose: str) -> None:
     for name, one in seen.items():
         if one.count == 0:
             raise InputError(f"{name} never ran on these batches, so there is nothing to calibrate it by.")
-        if not bool(torch.isfinite(torch.as_tensor(one.total)).all()):
+        if not bool(torch.isfinite(torch.as_tensor(one.squares)).all()):
             raise InputError(
                 f"The output {whose} at {name} is not finite on these batches. Expected finite inputs, weights and "
                 "norm statistics; with very many iterations, a smaller iters may help."
             )
 
 
-def _of_first_process(gain: Tensor) -> Tensor:
+def _of_first_process(scale: Tensor) -> Tensor:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        dist.broadcast(gain, src=0)
-    return gain
+        dist.broadcast(scale, src=0)
+    return scale

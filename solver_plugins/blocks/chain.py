@@ -187,6 +187,7 @@ class ChainBlock(LayerBlock):
             dtype=argument.dtype,
             residual=self.residual if self.solver.implicit else None,
             gain=self.channel_gain,
+            shift=self.channel_shift,
             blend=self.blend,
             observer=self.observer,
             training=self.training,

@@ -16,10 +16,11 @@ from solver_plugins.operators import Geometry, read_layer
 from solver_plugins.prox import Prior
 from solver_plugins.solvers import Solver
 
-Observer = Callable[[Tensor, int], Tensor | None]
-"""Sees the argument of a solve and the dimension of its features; returns the gain to use."""
+Observer = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
+"""Sees the argument of a solve and the dimension of its features; returns the gain and shift to use."""
 
-RESERVED = {*STEP_BUFFERS, "residual", "geometry", "solver", "prior", "channel_gain", "blend", "routed", "observer"}
+_OWN = {"residual", "geometry", "solver", "prior", "channel_gain", "channel_shift", "blend", "routed", "observer"}
+RESERVED = {*STEP_BUFFERS, *_OWN}
 
 
 class LayerBlock(TrackedStep):
@@ -30,6 +31,7 @@ class LayerBlock(TrackedStep):
         prior: Whose proximal map the activation is.
         channel_gain: One factor per output feature on the solver's argument, from :func:`solver_plugins.calibrate`;
             None for ones.
+        channel_shift: What is added to that, one number per output feature; None for zeros.
         blend: ``a`` in ``(1 - a) v_1 + a v_K``, between the first iterate and the last; None for one.
         routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
         observer: Looks at solves while a model is calibrated.
@@ -43,6 +45,7 @@ class LayerBlock(TrackedStep):
     prior: Prior
     residual: Tensor
     channel_gain: Tensor | None
+    channel_shift: Tensor | None
     blend: Tensor | None
     routed: bool
     observer: Observer | None
@@ -54,6 +57,7 @@ class LayerBlock(TrackedStep):
         self.geometry, self.solver, self.prior = geometry, solver, prior
         self.routed, self.observer = False, None
         self.register_buffer("channel_gain", None, persistent=False)
+        self.register_buffer("channel_shift", None, persistent=False)
         self.register_buffer("blend", None, persistent=False)
         for name, value in self._new_reference(kernel).items():
             self.register_buffer(name, value, persistent=False)
@@ -67,18 +71,18 @@ class LayerBlock(TrackedStep):
     def _own_input(self, input: Tensor) -> Tensor:
         return undropped(input) if self.routed and self.training and self.solver.samples == "inputs" else input
 
-    def set_gain(self, gain: Tensor | None) -> None:
-        """Sets the factors on the solver's argument; None for ones.
+    def set_scale(self, gain: Tensor | None, shift: Tensor | None = None) -> None:
+        """Sets factors on the solver's argument and what is added to it; None for ones, and for zeros.
 
         Raises:
-            OptionError: If there is not one finite factor per output feature.
+            OptionError: If there is not one finite number per output feature.
         """
-        if gain is not None:
-            count = self._kernel().shape[0]
-            if gain.shape != (count,) or not bool(torch.isfinite(gain).all()):
-                raise OptionError(f"Expected {count} finite gains, one per output feature; found {tuple(gain.shape)}.")
-            gain = gain.detach().to(self.L)
-        self.channel_gain = gain
+        count = self._kernel().shape[0]
+        for name, row in (("gains", gain), ("shifts", shift)):
+            if row is not None and (row.shape != (count,) or not bool(torch.isfinite(row).all())):
+                raise OptionError(f"Expected {count} finite {name}, one per output feature; found {tuple(row.shape)}.")
+        self.channel_gain = None if gain is None else gain.detach().to(self.L)
+        self.channel_shift = None if shift is None else shift.detach().to(self.L)
 
     def set_blend(self, blend: float) -> None:
         """Sets how much of the solver there is: 0 is the original layer, 1 the solver.

@@ -118,8 +118,9 @@ def run_block(
     dtype: torch.dtype | None = None,
     residual: Tensor | None = None,
     gain: Tensor | None = None,
+    shift: Tensor | None = None,
     blend: Tensor | None = None,
-    observer: Callable[[Tensor, int], Tensor | None] | None = None,
+    observer: Callable[[Tensor, int], tuple[Tensor, Tensor] | None] | None = None,
     output: str = "argument",
     training: bool = True,
     generator: torch.Generator | None = None,
@@ -140,8 +141,9 @@ def run_block(
         dtype: Of the result; by default that of the plain layer's output.
         residual: A 0-d buffer that receives the residual of an implicit solve.
         gain: One factor per output feature on the last argument.
+        shift: What is added to that, one number per output feature.
         blend: ``a`` in ``(1 - a) v_1 + a v_K``, a 0-d tensor; None is one.
-        observer: Sees the last argument and the dimension of its features, and returns the gain to use.
+        observer: Sees the last argument and the dimension of its features, and returns the gain and shift to use.
         output: The "argument" of the activation, or its "value".
         training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
         generator: Source of the draws; the global one by default.
@@ -180,19 +182,27 @@ def run_block(
         solver, problem, draws=draws, diagnose=diagnose, residual=residual, keep_first=blend is not None
     )
     if observer is not None:
-        gain = observer(solution.argument, operator.feature_dim)
-    if gain is None and blend is None:
+        gain, shift = observer(solution.argument, operator.feature_dim) or (None, None)
+    if gain is None and shift is None and blend is None:
         result = solution.argument if output == "argument" else solution.value
     else:
-        result = _rescaled(solution, operator, gain, blend)
+        result = _rescaled(solution, operator, gain, shift, blend)
         result = result if output == "argument" else prior.prox(result, 1.0)
     return result.to(dtype), solution.diagnostics
 
 
-def _rescaled(solution: Solution, operator: LinearOperator, gain: Tensor | None, blend: Tensor | None) -> Tensor:
+def _rescaled(
+    solution: Solution,
+    operator: LinearOperator,
+    gain: Tensor | None,
+    shift: Tensor | None,
+    blend: Tensor | None,
+) -> Tensor:
     last = solution.argument
     if gain is not None:
         last = last * operator.per_feature(gain).to(last.dtype)
+    if shift is not None:
+        last = last + operator.per_feature(shift).to(last.dtype)
     if blend is None:
         return last
     assert solution.first is not None

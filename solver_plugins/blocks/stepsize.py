@@ -32,7 +32,7 @@ ESTIMATE_STEPS = 3
 ESTIMATE_MARGIN = 1.3
 """Power steps, and the factor on their quotient, of a constant that is estimated; see :func:`estimated_steps`."""
 STEP_BUFFERS = ("L", "power_vectors", "power_quotient", "power_ratio", "certified_quotient")
-KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "channel_gain", "blend")
+KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "channel_gain", "channel_shift", "blend")
 """All buffers that keep their precision when the weights lose theirs."""
 
 

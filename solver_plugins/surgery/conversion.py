@@ -43,6 +43,7 @@ class BlockRecord(StrictConfig):
     routed: bool = pydantic.Field(False, description="Whether it undoes a dropout that serves others, too.")
     blend: float = pydantic.Field(1.0, ge=0, le=1, description="How much of the solver there is.")
     gain: tuple[float, ...] | None = pydantic.Field(None, description="Calibrated factors, one per output feature.")
+    shift: tuple[float, ...] | None = pydantic.Field(None, description="What is added to them, one per output feature.")
 
 
 class Conversion(StrictConfig):
@@ -141,7 +142,10 @@ def settle_conversion(model: nn.Module, conversion: Conversion) -> None:
     for block in conversion.blocks:
         made = modules[block.layer]
         assert isinstance(made, LayerBlock)
-        made.set_gain(None if block.gain is None else torch.tensor(block.gain, dtype=torch.float64))
+        gain, shift = (
+            None if row is None else torch.tensor(row, dtype=torch.float64) for row in (block.gain, block.shift)
+        )
+        made.set_scale(gain, shift)
         made.set_blend(block.blend)
 
 
@@ -179,4 +183,5 @@ def _record(name: str, block: SolverBlock | ChainBlock, names: dict[int, str]) -
         routed=block.routed,
         blend=1.0 if block.blend is None else float(block.blend),
         gain=None if block.channel_gain is None else tuple(block.channel_gain.tolist()),
+        shift=None if block.channel_shift is None else tuple(block.channel_shift.tolist()),
     )

@@ -82,7 +82,7 @@ def test_an_implicit_gradient_blends_too():
     torch.testing.assert_close(*grads, rtol=1e-5, atol=1e-8)
 
 
-def test_calibrated_blocks_keep_the_mean_square_of_every_feature():
+def test_calibrated_blocks_keep_mean_and_variance_of_every_feature():
     plain = make().eval()
     names = ["bn1", "conv3", "fc1", "fc2"]
     wanted = outputs(plain, names, X)
@@ -167,4 +167,4 @@ def test_bad_input():
         calibrate(model, [X[:, :2]], progress=False)
     assert model.fc1.observer is None and model.fc1.channel_gain is None and model.fc1.solver.config.iters == 3
     with pytest.raises(OptionError, match="5 finite gains"):
-        model.fc1.set_gain(torch.ones(4))
+        model.fc1.set_scale(torch.ones(4))
