@@ -5,6 +5,7 @@ block = SolverLinear.from_linear(fc, activation=nn.ReLU(), p=0.5, solver="proxsg
 """
 
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
 
 from solver_plugins.blocks import (
     SolverBlock,
@@ -41,6 +42,9 @@ from solver_plugins.surgery import (
     solver_report,
 )
 
+if TYPE_CHECKING:
+    from solver_plugins.integrations.trainer import SolverCallback
+
 try:
     __version__ = version("solver-plugins")
 except PackageNotFoundError:  # A source tree that was never installed.
@@ -49,6 +53,7 @@ except PackageNotFoundError:  # A source tree that was never installed.
 __all__ = [
     "ProxProp",
     "SolverBlock",
+    "SolverCallback",
     "SolverConv1d",
     "SolverConv2d",
     "SolverConv3d",
@@ -80,6 +85,16 @@ __all__ = [
     "solver_linear",
     "solver_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what needs transformers only when it is asked for."""
+    if name == "SolverCallback":
+        from solver_plugins.integrations.trainer import SolverCallback
+
+        return SolverCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # Costs nothing where neither timm nor transformers is used; see its module.
 register_with_hosts()

@@ -17,6 +17,8 @@ import torch
 from timm.models import create_model, is_model, register_model
 from torch import nn
 
+# Registers the papers' networks.
+from solver_plugins.integrations import architectures as architectures
 from solver_plugins.integrations.errors import LoadingError, SavingError
 from solver_plugins.integrations.rebuild import differences, guesses, plain_copy
 from solver_plugins.integrations.replay import read_conversion, replay

@@ -1,21 +1,158 @@
-"""transformers' Trainer: runs that are resumed as if they had never been interrupted."""
+"""transformers' Trainer: certified step sizes, their state in the logs, and runs that are resumed as the same run."""
 
-from typing import Any
+import math
+from pathlib import Path
+from typing import Any, Self
 
-from transformers.trainer_callback import TrainerCallback
+from torch import nn
+from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from solver_plugins.blocks import TrackedStep, refresh_steps
+from solver_plugins.errors import OptionError, SolverPluginsWarning, warn
+from solver_plugins.integrations.steps import STEPS, read_steps, write_steps
+from solver_plugins.surgery import ConversionError, solver_report
 
 
-class CertifySteps(TrainerCallback):
-    """Certifies the step sizes whenever a checkpoint is written: ``Trainer(..., callbacks=[CertifySteps()])``.
+class SolverCallback(TrainerCallback):
+    """Looks after the solver blocks of a converted model: ``Trainer(..., callbacks=[SolverCallback()])``.
 
-    In training they follow the weights by power steps that depend on the past, and a checkpoint holds weights alone;
-    what is loaded has certified ones. With them certified here, too, the run that goes on and the run that is resumed
-    are the same. Evaluating before each checkpoint has the same effect.
+    It certifies the step sizes at the end of each epoch (as the paper does), every so many steps if asked to, and
+    before each evaluation; it adds to the logs how far the weights have moved since; and it writes the state of the
+    steps into each checkpoint, from where a resumed run takes it, so that it is the same run to the bit.
+
+    Logged are ``solver_staleness``, the largest relative change of a block's power quotient since its last certificate,
+    and, where gradients are implicit, ``solver_residual``, the largest one that a solve has left. They are in
+    ``trainer.state.log_history`` and in what the Trainer prints. The Trainer calls its trackers before
+    callbacks that it is given; ``SolverCallback().add_to(trainer)`` comes before them.
+
+    Args:
+        every_epoch: Whether to certify at the end of each epoch.
+        every_steps: Certify every so many steps, too; None for not.
+        before_evaluation: Whether to certify before each evaluation during training. Blocks do so by themselves unless
+            ``TrackedStep.certify_in_evaluation`` is off.
+        tolerance: How far above the truth a certified constant may be.
+        log: Whether to add to the logs.
+
+    Raises:
+        OptionError: If ``every_steps`` is not a positive number, or ``tolerance`` is not one.
     """
 
+    def __init__(
+        self,
+        every_epoch: bool = True,
+        every_steps: int | None = None,
+        before_evaluation: bool = True,
+        tolerance: float = 0.1,
+        log: bool = True,
+    ) -> None:
+        if every_steps is not None and (isinstance(every_steps, bool) or every_steps < 1):
+            raise OptionError(f"Expected every_steps of 1 or more, or None; found {every_steps!r}.")
+        if not 0 < tolerance < math.inf:
+            raise OptionError(f"Expected a tolerance above zero; found {tolerance!r}.")
+        self.every_epoch = every_epoch
+        self.every_steps = every_steps
+        self.before_evaluation = before_evaluation
+        self.tolerance = tolerance
+        self.log = log
+        self._certified_at: int | None = None
+
+    def add_to(self, trainer: Any) -> Self:
+        """Adds the callback to a Trainer before its trackers, so that they see what it logs."""
+        callbacks = trainer.callback_handler.callbacks
+        flow = next((i for i, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback)), -1)
+        # Behind that one, which says whether a step is followed by an evaluation.
+        callbacks.insert(flow + 1, self)
+        return self
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Takes the steps from the checkpoint if the run is resumed.
+
+        Raises:
+            ConversionError: If there is no solver block in the model.
+            LoadingError: If the file with the steps is damaged, or of another conversion.
+        """
+        if not _converted(model):
+            raise ConversionError(
+                f"SolverCallback expects a converted model; found {type(model).__name__} without a solver block. "
+                "Convert it with solver_plugins.convert_model before the Trainer is made, or leave the callback out."
+            )
+        self._certified_at = None
+        if state.global_step:
+            self._resume(args, state, model)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Certifies every so many steps, and where an evaluation follows."""
+        due = self.every_steps is not None and state.global_step % self.every_steps == 0
+        if due or (self.before_evaluation and control.should_evaluate):
+            self._certify(model, state.global_step)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Certifies once per epoch."""
+        if self.every_epoch or (self.before_evaluation and control.should_evaluate):
+            self._certify(model, state.global_step)
+
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Is called by the Trainer behind each checkpoint."""
-        if model is not None and any(isinstance(module, TrackedStep) for module in model.modules()):
-            refresh_steps(model)
+        """Writes the steps into the checkpoint that has just been written."""
+        folder = _checkpoint(args, state)
+        if args.should_save and folder.is_dir():
+            write_steps(model, folder)
+
+    def on_log(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Adds how stale the steps are, and what implicit solves have left."""
+        # Not to the summary at the end of training, nor to the metrics of an evaluation.
+        if not self.log or logs is None or "loss" not in logs or not _converted(model):
+            return
+        found = _state_of(model)
+        logs.update(found)
+        if state.log_history:
+            state.log_history[-1].update(found)
+
+    def _certify(self, model: nn.Module, step: int) -> None:
+        # An epoch may end where an evaluation has just been: the weights are the same.
+        if step != self._certified_at:
+            refresh_steps(model, tolerance=self.tolerance)
+            self._certified_at = step
+
+    def _resume(self, args: Any, state: Any, model: nn.Module) -> None:
+        given = args.resume_from_checkpoint
+        places = [Path(given)] if isinstance(given, str) and Path(given).is_dir() else []
+        places.append(_checkpoint(args, state))
+        for folder in places:
+            if (folder / STEPS).is_file():
+                read_steps(model, folder)
+                return
+        warn(
+            f"No {STEPS} in {' or '.join(repr(str(place)) for place in places)}: the run goes on with step sizes "
+            "certified for the weights of the checkpoint, not with those that it had. Where the checkpoint is "
+            "elsewhere, set TrainingArguments(resume_from_checkpoint=...).",
+            SolverPluginsWarning,
+        )
+
+
+def _checkpoint(args: Any, state: Any) -> Path:
+    return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _converted(model: Any) -> bool:
+    return isinstance(model, nn.Module) and any(isinstance(module, TrackedStep) for module in model.modules())
+
+
+def _state_of(model: nn.Module) -> dict[str, float]:
+    blocks = solver_report(model).blocks
+    drifts = [abs(block.drift - 1) for block in blocks if block.drift is not None]
+    residuals = [block.residual for block in blocks if block.residual is not None]
+    found = {}
+    if drifts:
+        found["solver_staleness"] = max(drifts)
+    if residuals:
+        found["solver_residual"] = max(residuals)
+    return found
