@@ -1,0 +1,59 @@
+"""``solver-plugins finetune``: from a config to a finetuned, evaluated and saved model, and its plain baseline."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from solver_plugins.errors import SolverPluginsError
+from solver_plugins.train.config import read_config
+
+
+def finetune(
+    config: Annotated[Path, typer.Argument(help="A YAML or JSON file; see configs/recipes.", show_default=False)],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the config, such as optimizer.lr=1e-4."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved config, the blocks and the cost; train nothing.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in the output folder, or start where there is none.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
+) -> None:
+    """Finetunes a model with solver blocks and its plain baseline, on one process or many (accelerate launch)."""
+    settings = read_config(config, changes or ())
+
+    # Imported here: a mistake in the config is told at once.
+    from solver_plugins.train.processes import first_process
+
+    talks = first_process()
+    try:
+        if dry_run:
+            from solver_plugins.train.plan import plan_run
+
+            plan = plan_run(settings)
+            if talks:
+                print(settings.to_yaml())
+                if plan.blocks is not None:
+                    print(plan.blocks, end="\n\n")
+                for line in plan.lines:
+                    print(line)
+            return
+        from solver_plugins.train.report import result_table
+        from solver_plugins.train.run import finetune as run
+
+        results = run(settings, resume=resume, overwrite=overwrite)
+    except SolverPluginsError:
+        if talks:
+            raise
+        # One message is enough; the exit code is that of the first process.
+        sys.exit(2)
+    if talks:
+        # A pipe or a log has no width of its own.
+        Console(width=None if sys.stdout.isatty() else 100).print(result_table(settings, results))
+        print(f"Report: {Path(settings.output) / 'report.html'}")

@@ -1,0 +1,190 @@
+"""Checkpoints that are whole or not there: written aside, summed, flushed, renamed; checked before they are loaded."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.utils.other import load as load_pickle
+
+from solver_plugins.train.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8})")
+_PICKLES = (".bin", ".pkl", ".pt")
+
+
+class Checkpoints:
+    """The checkpoints of one arm.
+
+    Args:
+        folder: Where they are.
+        keep: How many.
+        accelerator: Whose state they hold.
+    """
+
+    def __init__(self, folder: Path, keep: int, accelerator: Accelerator):
+        self.folder, self.keep, self.accelerator = folder, keep, accelerator
+
+    def found(self) -> list[Path]:
+        """Returns all of them, the newest first, whole or not."""
+        if not self.folder.is_dir():
+            return []
+        return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
+
+    def save(self, step: int) -> Path:
+        """Saves the state of all processes; call it in all of them.
+
+        Raises:
+            CheckpointError: If it cannot be written; those before it are as they were.
+        """
+        place = self.folder / f"step-{step:08d}"
+        aside = self.folder / f".{place.name}.new"
+        main = self.accelerator.is_main_process
+        try:
+            if main:
+                self.sweep()
+                aside.mkdir(parents=True)
+            self.accelerator.wait_for_everyone()
+            self.accelerator.save_state(str(aside))
+            self.accelerator.wait_for_everyone()
+            if main:
+                self._finish(aside, place, step)
+        except Exception as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            lines = str(error).strip().splitlines() or [""]
+            kept = next((str(path) for path in self.found()), None)
+            raise CheckpointError(
+                f"Cannot write the checkpoint of step {step} to {str(self.folder)!r}: {type(error).__name__}: "
+                + f"{lines[0]} "
+                + (f"The one before is kept: {kept}. " if kept else "There is none before it. ")
+                + "Make room, then continue with --resume."
+            ) from error
+        self.accelerator.wait_for_everyone()
+        return place
+
+    def _finish(self, aside: Path, place: Path, step: int) -> None:
+        sums = {
+            str(path.relative_to(aside)): {"size": path.stat().st_size, "sha256": _sum(path)} for path in _files(aside)
+        }
+        data = {"step": step, "processes": self.accelerator.num_processes, "files": sums}
+        (aside / MANIFEST).write_text(json.dumps(data, indent=1), encoding="utf-8")
+        for path in _files(aside):
+            _flush(path)
+        _flush(aside)
+        if place.exists():
+            # A damaged one of the same step, which this run was not continued from.
+            _remove(place)
+        os.rename(aside, place)
+        _flush(self.folder)
+        for old in self.found()[self.keep :]:
+            _remove(old)
+
+    def sweep(self) -> None:
+        """Removes what interrupted saves and removals have left."""
+        if self.folder.is_dir():
+            for path in self.folder.glob(".step-*"):
+                shutil.rmtree(path)
+
+    def newest_whole(self) -> tuple[Path | None, list[str]]:
+        """Returns the newest checkpoint that is as it was written, and what is wrong with those after it.
+
+        Raises:
+            CheckpointError: If there are some, and all are damaged, or it is of another number of processes.
+        """
+        wrong: list[str] = []
+        for path in self.found():
+            try:
+                check(path, self.accelerator.num_processes)
+            except DamagedError as error:
+                wrong.append(f"{path.name} is damaged ({error})")
+            else:
+                return path, wrong
+        if wrong:
+            raise CheckpointError(
+                f"No checkpoint in {str(self.folder)!r} can be continued from: {'; '.join(wrong)}. Start anew with "
+                "--overwrite."
+            )
+        return None, wrong
+
+    def load(self, path: Path) -> None:
+        """Loads a checkpoint that was checked; call it in all processes.
+
+        Raises:
+            CheckpointError: If it is of another model or optimiser.
+        """
+        try:
+            self.accelerator.load_state(str(path))
+        except (RuntimeError, KeyError, ValueError) as error:
+            lines = str(error).strip().splitlines() or [""]
+            raise CheckpointError(f"{str(path)!r} is not a checkpoint of this run: {lines[0]}") from error
+
+
+class DamagedError(Exception):
+    """What is wrong with a checkpoint."""
+
+
+def check(path: Path, processes: int) -> None:
+    """Checks every file of a checkpoint against its manifest, and that none would run code when it is loaded.
+
+    Raises:
+        DamagedError: If some file is missing, too much, changed, or holds more than data.
+        CheckpointError: If it was written by another number of processes.
+    """
+    try:
+        data: Any = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        expected = {str(name): (int(one["size"]), str(one["sha256"])) for name, one in data["files"].items()}
+        written_by = int(data["processes"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"its {MANIFEST} cannot be read: {type(error).__name__}") from None
+    there = {str(file.relative_to(path)): file for file in _files(path) if file.name != MANIFEST}
+    if there.keys() != expected.keys():
+        odd = sorted(there.keys() ^ expected.keys())[0]
+        raise DamagedError(f"{odd} is {'missing' if odd in expected else 'not part of it'}")
+    for name, file in there.items():
+        size, total = expected[name]
+        if file.stat().st_size != size:
+            raise DamagedError(f"{name} has {file.stat().st_size} bytes instead of {size}")
+        if _sum(file) != total:
+            raise DamagedError(f"the checksum of {name} differs")
+        if file.suffix in _PICKLES:
+            # Accelerate unpickles some of these without asking; here each one must be data alone.
+            try:
+                load_pickle(file, map_location="cpu", weights_only=True)
+            except Exception as error:
+                raise DamagedError(f"{name} does not load as data alone: {type(error).__name__}") from None
+    if written_by != processes:
+        raise CheckpointError(
+            f"{path.name} was written by {written_by} processes, and there are {processes} now: continue with the same "
+            "number."
+        )
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    return (path for path in sorted(folder.rglob("*")) if path.is_file())
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Removes a checkpoint; one that is half removed does not look like one."""
+    gone = path.with_name(f".{path.name}.old")
+    shutil.rmtree(gone, ignore_errors=True)
+    os.rename(path, gone)
+    shutil.rmtree(gone)

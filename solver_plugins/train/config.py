@@ -1,0 +1,252 @@
+"""The settings of a finetuning run: one strict YAML file, and ``key=value`` on top of it."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import pydantic
+import yaml
+from pydantic import Field
+
+from solver_plugins.config import StrictConfig, _load_json, _load_yaml
+from solver_plugins.errors import OptionError
+from solver_plugins.integrations.models import read_value
+
+Names = str | list[str]
+
+
+class ModelSection(StrictConfig):
+    """Which network is finetuned."""
+
+    spec: str = Field(description="'timm/NAME', 'hf/FOLDER', 'hf/ID', or the folder of a converted model.")
+    pretrained: bool = Field(False, description="Whether to load the published weights.")
+    weights: str | None = Field(None, description="A file with own weights (.safetensors, or a torch state dict).")
+    in_order: bool = Field(False, description="Whether those weights have other names, but the same order and shapes.")
+    args: dict[str, Any] = Field({}, description="Arguments of timm.create_model, or settings of the HF config.")
+    dtype: Literal["float32", "float64"] = Field("float32", description="Of weights and inputs.")
+
+    @pydantic.model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if self.in_order and self.weights is None:
+            raise ValueError("model.in_order is about the file model.weights, which is not given")
+        if self.pretrained and self.weights is not None:
+            raise ValueError("expected model.pretrained or model.weights; found both")
+        return self
+
+
+class SolverSection(StrictConfig):
+    """What its layers become: the arguments of ``convert_model``."""
+
+    name: str = Field("proxsg", description="A registered solver.")
+    iters: int = Field(10, ge=1, description="How many proximal steps each block takes.")
+    pattern: Names | None = Field(None, description="Patterns, 'strict' or 'all'; the solver's own by default.")
+    targets: Names | None = Field(None, description="Layers to convert: names or their ends, or one regex.")
+    exclude: Names | None = Field(None, description="Layers to leave alone, in the same forms.")
+    p: float | None = Field(None, description="A dropout rate for a solver that samples.")
+    nonprox: Literal["keep", "skip"] = Field("keep", description="What to do where an activation is no proximal map.")
+    last: bool | None = Field(None, description="Always, or never, convert the classifier.")
+    blend: float = Field(1.0, ge=0, le=1, description="0 is the original network, 1 the solver.")
+    args: dict[str, Any] = Field({}, description="Options of the solver itself, such as lam.")
+
+    hints: ClassVar[Mapping[str, str]] = {"options": "The solver's own options are under 'args'."}
+
+
+class CalibrateSection(StrictConfig):
+    """Gives the blocks the scale that their layers had, before training."""
+
+    batches: int = Field(4, ge=1, description="How many training batches are looked at.")
+
+
+class DataSection(StrictConfig):
+    """Where the examples come from."""
+
+    name: str = Field(
+        "digits", description="'digits' (embedded), a folder (save_to_disk, imagefolder, parquet), a file, or a hub id."
+    )
+    config: str | None = Field(None, description="The configuration of a hub data set that has several.")
+    train: str = Field("train", description="The split to train on; slices such as 'train[:80%]' are fine.")
+    eval: str = Field("test", description="The split to evaluate on.")
+    image: str | None = Field(None, description="The column of images; found by itself by default.")
+    text: str | None = Field(None, description="The column of texts: makes it a text classification.")
+    label: str | None = Field(None, description="The column of labels; 'label', 'labels' or 'fine_label' by default.")
+    image_size: int | None = Field(None, ge=1, description="Side of the images; the model's own by default.")
+    max_length: int = Field(128, ge=1, description="Texts are cut after so many tokens.")
+    mean: list[float] | None = Field(None, description="Per channel; the model's own by default.")
+    std: list[float] | None = Field(None, description="Per channel; the model's own by default.")
+    workers: int = Field(0, ge=0, description="Processes that read data, beside each training process.")
+
+
+class OptimizerSection(StrictConfig):
+    """The arguments of timm's ``create_optimizer_v2``."""
+
+    opt: str = Field("adamw", description="A name of timm.optim.list_optimizers().")
+    lr: float = Field(1e-3, gt=0, description="Learning rate.")
+    weight_decay: float = Field(0.05, ge=0, description="Weight decay, not on biases and norms.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="For optimisers that have one.")
+    layer_decay: float | None = Field(None, gt=0, le=1, description="Factor on the learning rate per layer downwards.")
+    clip: float | None = Field(None, gt=0, description="Largest norm of all gradients together.")
+    args: dict[str, Any] = Field({}, description="Further arguments of the optimiser, such as betas.")
+
+    hints: ClassVar[Mapping[str, str]] = {"options": "The optimiser's own options are under 'args'."}
+
+
+class ScheduleSection(StrictConfig):
+    """The arguments of timm's ``create_scheduler_v2``, in epochs; the rate changes at every step."""
+
+    sched: Literal["cosine", "tanh", "step", "multistep", "poly"] = Field("cosine", description="Its name in timm.")
+    warmup_epochs: int = Field(0, ge=0, description="Epochs that lead up to the learning rate.")
+    warmup_lr: float = Field(1e-5, ge=0, description="Where they start.")
+    min_lr: float = Field(0.0, ge=0, description="Where the schedule ends.")
+    decay_epochs: int = Field(30, ge=1, description="Between two steps of 'step'.")
+    decay_milestones: list[int] = Field([30, 60], description="Epochs of the steps of 'multistep'.")
+    decay_rate: float = Field(0.1, gt=0, description="Factor of each step.")
+
+
+class AugmentationSection(StrictConfig):
+    """The arguments of timm's ``create_transform`` for training."""
+
+    scale: list[float] | None = Field(None, description="Range of the area of random crops, such as [0.08, 1.0].")
+    ratio: list[float] | None = Field(None, description="Range of their aspect ratio.")
+    hflip: float = Field(0.5, ge=0, le=1, description="How often images are mirrored.")
+    vflip: float = Field(0.0, ge=0, le=1, description="How often they are turned upside down.")
+    color_jitter: float = Field(0.0, ge=0, description="Strength of changes of colour.")
+    auto_augment: str | None = Field(None, description="A policy of timm, such as 'rand-m9-mstd0.5'.")
+    re_prob: float = Field(0.0, ge=0, le=1, description="How often a part is erased.")
+
+
+class MixupSection(StrictConfig):
+    """The arguments of timm's ``Mixup``."""
+
+    mixup: float = Field(0.8, ge=0, description="Its alpha; 0 for none.")
+    cutmix: float = Field(0.0, ge=0, description="Alpha of CutMix; 0 for none.")
+    prob: float = Field(1.0, ge=0, le=1, description="How often a batch is mixed.")
+    switch_prob: float = Field(0.5, ge=0, le=1, description="How often CutMix is chosen where both are on.")
+
+    @pydantic.model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.mixup or self.cutmix):
+            raise ValueError("expected mixup.mixup or mixup.cutmix above zero; leave the section out for none")
+        return self
+
+
+class EmaSection(StrictConfig):
+    """An average of the weights (timm's ``ModelEmaV3``), which is what is evaluated and exported."""
+
+    decay: float = Field(0.999, gt=0, lt=1, description="How slowly it moves.")
+    warmup: bool = Field(True, description="Whether it moves faster at the beginning.")
+
+
+class CheckpointSection(StrictConfig):
+    """When the state of the run is saved."""
+
+    every: Literal["epoch"] | int = Field("epoch", description="'epoch', or a number of steps.")
+    keep: int = Field(2, ge=1, description="How many are kept: the last ones.")
+
+
+class FinetuneConfig(StrictConfig):
+    """Everything about a run. The file itself, the models and the results go to ``output``."""
+
+    model: ModelSection
+    solver: SolverSection | None = Field(description="What its layers become; null for the plain model alone.")
+    calibrate: CalibrateSection | None = Field(None, description="null for none.")
+    baseline: bool = Field(True, description="Whether the plain model is trained, too, beside that with a solver.")
+    data: DataSection = DataSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection | None = Field(ScheduleSection(), description="null for a constant learning rate.")
+    augmentation: AugmentationSection | None = Field(None, description="null for none.")
+    mixup: MixupSection | None = Field(None, description="null for none.")
+    ema: EmaSection | None = Field(None, description="null for none.")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share of each label that goes to all classes.")
+    epochs: int = Field(10, ge=1, description="Passes over the training split.")
+    batch_size: int = Field(
+        64, ge=1, description="Examples of one optimiser step: over all processes and accumulated passes."
+    )
+    accumulation: int = Field(1, ge=1, description="Passes whose gradients are added up for one step.")
+    precision: Literal["no", "bf16", "fp16"] = Field("no", description="Mixed precision of Accelerate.")
+    seed: int = Field(0, ge=0, description="Of weights, order, augmentation and solvers.")
+    trials: int = Field(1, ge=1, description="Final evaluations of a model that samples in evaluation, too.")
+    refresh: Literal["epoch"] | int = Field(
+        "epoch", description="When step sizes are certified: 'epoch', or a number of steps."
+    )
+    checkpoints: CheckpointSection = CheckpointSection()
+    trackers: list[Literal["tensorboard"]] = Field([], description="Where Accelerate logs to, besides metrics.jsonl.")
+    output: str = Field(description="The folder of the run.")
+
+    hints: ClassVar[Mapping[str, str]] = {
+        "lr": "It is part of 'optimizer'.",
+        "dataset": "It is called 'data'.",
+        "optimiser": "It is spelled 'optimizer'.",
+    }
+
+    @pydantic.model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        for name, value in (("refresh", self.refresh), ("checkpoints.every", self.checkpoints.every)):
+            if value != "epoch" and value < 1:
+                raise ValueError(f"expected {name} to be 'epoch' or at least one step; found {value}")
+        if self.calibrate is not None and self.solver is None:
+            raise ValueError("calibrate is about solver blocks, and there is no solver; leave it out")
+        if self.data.text is not None:
+            if self.data.image is not None:
+                raise ValueError("expected data.image or data.text; found both")
+            for name in ("augmentation", "mixup"):
+                if getattr(self, name) is not None:
+                    raise ValueError(f"{name} is for images, and data.text is given; leave it out")
+        if self.mixup is not None and self.batch_size // self.accumulation % 2:
+            raise ValueError("mixup pairs the examples of a batch: expected an even batch_size / accumulation")
+        if self.schedule is not None and self.schedule.warmup_epochs >= self.epochs:
+            raise ValueError(
+                f"expected schedule.warmup_epochs below epochs; found {self.schedule.warmup_epochs} of {self.epochs}"
+            )
+        return self
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConfig:
+    """Reads the config from a YAML or JSON file, and changes it by ``key=value`` texts.
+
+    A key may lead into sections, ``optimizer.lr=1e-4``; a value is read as YAML.
+
+    Raises:
+        OptionError: If the file cannot be read, or an option is unknown or does not fit.
+    """
+    path = Path(path)
+    readers = {".json": _load_json, ".yaml": _load_yaml, ".yml": _load_yaml}
+    if path.suffix.lower() not in readers:
+        raise OptionError(f"Expected a config file ending in {', '.join(readers)}; found {path.name!r}.")
+    try:
+        options = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise OptionError(f"The config {str(path)!r} is not valid {path.suffix[1:].upper()}: {error}.") from None
+    if not isinstance(options, dict):
+        raise OptionError(f"Expected sections and options in {str(path)!r}; found {type(options).__name__}.")
+    for text in overrides:
+        _override(options, text)
+    return FinetuneConfig.parse(options, owner=f"The config {path.name!r}")
+
+
+def _override(options: dict[str, Any], text: str) -> None:
+    key, equals, value = text.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise OptionError(f"Expected a change of the config as key=value, such as optimizer.lr=1e-4; found {text!r}.")
+    place = options
+    for part in parts[:-1]:
+        # A section that is null, or was left out, is made by its first option.
+        if place.get(part) is None:
+            place[part] = {}
+        place = place[part]
+        if not isinstance(place, dict):
+            raise OptionError(f"{text!r}: {part!r} is no section, it holds {place!r}.")
+    place[parts[-1]] = _value(value.strip())
+
+
+def _value(text: str) -> Any:
+    if text in ("True", "False", "None"):
+        return read_value(text)
+    if text in ("", "~", "null", "Null", "NULL"):
+        return None
+    try:
+        return _load_yaml(text)
+    except (ValueError, yaml.YAMLError):
+        return text

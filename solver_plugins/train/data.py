@@ -1,0 +1,247 @@
+"""Examples as a model takes them: columns found, labels checked, images transformed, texts tokenised, batches made."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from solver_plugins.errors import did_you_mean
+from solver_plugins.train.config import DataSection, FinetuneConfig
+from solver_plugins.train.errors import DataError
+from solver_plugins.train.randomness import seed_for, seeded
+from solver_plugins.train.sources import load_split
+
+_IMAGE_NAMES = ("image", "img", "pixel_values")
+_LABEL_NAMES = ("label", "labels", "fine_label")
+Batch = dict[str, Tensor]
+"""Keyword arguments of the model's forward (or "image", its only positional one), and "labels"."""
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Both splits, as they are stored.
+
+    Attributes:
+        train: To train on.
+        eval: To evaluate on.
+        column: Of images or texts.
+        is_text: Whether they are texts.
+        label: The column of labels.
+        classes: The names of the classes, in the order of their numbers.
+    """
+
+    train: Any
+    eval: Any
+    column: str
+    is_text: bool
+    label: str
+    classes: tuple[str, ...]
+
+
+def load_splits(config: DataSection) -> Splits:
+    """Loads and checks both splits.
+
+    Raises:
+        DataError: If one is missing or empty, or has no such columns, or labels do not fit each other.
+    """
+    train, evaluation = (load_split(config, split) for split in (config.train, config.eval))
+    column = config.text or _column(train, config.image, _IMAGE_NAMES, "image")
+    label = _column(train, config.label, _LABEL_NAMES, "label")
+    for split, found in ((config.train, train), (config.eval, evaluation)):
+        for name in (column, label):
+            if name not in found.column_names:
+                raise DataError(
+                    f"The split {split!r} of {config.name!r} has no column {name!r}."
+                    f"{did_you_mean(name, found.column_names)}"
+                )
+    classes = _classes(train, label)
+    made = Splits(train, evaluation, column, config.text is not None, label, classes)
+    for split, found in ((config.train, train), (config.eval, evaluation)):
+        _check_labels(found[label], classes, f"the split {split!r} of {config.name!r}")
+    return made
+
+
+def _column(found: Any, given: str | None, names: tuple[str, ...], kind: str) -> str:
+    if given is not None:
+        return given
+    hit = next((name for name in names if name in found.column_names), None)
+    if hit is None:
+        raise DataError(
+            f"Expected a column {' or '.join(names)}; found {', '.join(found.column_names)}. Name it with data.{kind}="
+            + (" or, for texts, data.text=." if kind == "image" else ".")
+        )
+    return hit
+
+
+def _classes(train: Any, label: str) -> tuple[str, ...]:
+    names = getattr(train.features[label], "names", None)
+    if names:
+        return tuple(names)
+    values = set(train[label])
+    if all(isinstance(value, str) for value in values):
+        return tuple(sorted(values))
+    if all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values):
+        return tuple(str(number) for number in range(max(values) + 1))
+    raise DataError(
+        f"Expected labels that are class numbers from 0 on, or names; found {sorted(map(repr, values))[:5]} in "
+        f"{label!r}."
+    )
+
+
+def _check_labels(values: Any, classes: tuple[str, ...], where: str) -> None:
+    known = {*classes, *range(len(classes))}
+    wrong = sorted({repr(value) for value in values if value not in known})
+    if wrong:
+        raise DataError(
+            f"Expected labels of the {len(classes)} classes of the training split; found {', '.join(wrong[:5])} in "
+            f"{where}."
+        )
+
+
+class Examples(Dataset[dict[str, Any]]):
+    """The examples of one split; an index is a pair of epoch and number.
+
+    Random augmentation depends on the seed and that pair alone: not on the process that reads an example, nor on what
+    was read before it, so a resumed run and a run of several processes see the same images.
+
+    Args:
+        found: The ``datasets.Dataset``.
+        splits: What is known of it.
+        prepare: Makes the model's arguments of an image or text.
+        seed: The run's seed.
+        name: Of the split, for messages.
+    """
+
+    def __init__(self, found: Any, splits: Splits, prepare: Callable[[Any], Any], seed: int, name: str):
+        self.found, self.column, self.label = found, splits.column, splits.label
+        self.prepare, self.seed, self.name = prepare, seed, name
+        self.numbers = {name: number for number, name in enumerate(splits.classes)}
+        self.key = "text" if splits.is_text else "image"
+
+    def __len__(self) -> int:
+        return len(self.found)
+
+    def __getitem__(self, place: tuple[int, int]) -> dict[str, Any]:
+        epoch, number = place
+        try:
+            row = self.found[number]
+            with seeded(self.seed, "augmentation", epoch, number):
+                made = self.prepare(row[self.column])
+        except Exception as error:
+            raise DataError(
+                f"Cannot read {self.column!r} of example {number} of {self.name}: {type(error).__name__}: {error}. "
+                "Repair or remove that example."
+            ) from error
+        label = row[self.label]
+        return {self.key: made, "labels": self.numbers[label] if isinstance(label, str) else int(label)}
+
+
+class Order(Sampler[Any]):
+    """The order of one epoch: a permutation by seed and epoch, as many examples as make whole steps.
+
+    Attributes:
+        epoch: Which one comes next.
+        skip: How many examples of it are done already.
+    """
+
+    def __init__(self, count: int, batch_size: int, seed: int):
+        self.count, self.seed = count, seed
+        self.steps = count // batch_size
+        self.used = self.steps * batch_size
+        self.epoch = self.skip = 0
+
+    def __len__(self) -> int:
+        return self.used - self.skip
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        generator = torch.Generator().manual_seed(seed_for(self.seed, "order", self.epoch))
+        numbers = torch.randperm(self.count, generator=generator).tolist()
+        return iter([(self.epoch, number) for number in numbers[self.skip : self.used]])
+
+
+class InOrder(Sampler[Any]):
+    """Every example once, in its place."""
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return ((0, number) for number in range(self.count))
+
+
+@dataclass(frozen=True)
+class Loaders:
+    """What a run reads from.
+
+    Attributes:
+        train: Batches of one process and pass.
+        order: Of the training examples.
+        eval: Batches of one process.
+        examples: The evaluation examples.
+    """
+
+    train: DataLoader[Any]
+    order: Order
+    eval: DataLoader[Any]
+    examples: Examples
+
+
+def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: int) -> Loaders:
+    """Makes the loaders for a model.
+
+    Raises:
+        DataError: If there is less than one batch to train on, or the batch cannot be shared out.
+    """
+    parts = processes * config.accumulation
+    if config.batch_size % parts:
+        raise DataError(
+            f"Expected a batch_size that {processes} processes and {config.accumulation} accumulated passes share "
+            f"evenly, a multiple of {parts}; found {config.batch_size}."
+        )
+    if len(splits.train) < config.batch_size:
+        raise DataError(
+            f"Expected at least one batch of {config.batch_size} to train on; found {len(splits.train)} examples."
+        )
+    prepare_train, prepare_eval, collate = _preparation(config, splits, model)
+    train = Examples(splits.train, splits, prepare_train, config.seed, f"the split {config.data.train!r}")
+    evaluation = Examples(splits.eval, splits, prepare_eval, config.seed, f"the split {config.data.eval!r}")
+    order = Order(len(train), config.batch_size, config.seed)
+
+    def loader(examples: Examples, sampler: Sampler[Any], size: int) -> DataLoader[Any]:
+        # A generator of its own: making an iterator draws a number, and must not draw it from the solvers' source.
+        own = torch.Generator().manual_seed(config.seed)
+        workers = config.data.workers
+        return DataLoader(
+            examples, size, sampler=sampler, collate_fn=collate, num_workers=workers, generator=own,
+            persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),
+        )  # fmt: skip
+
+    return Loaders(
+        loader(train, order, config.batch_size // parts),
+        order,
+        loader(evaluation, InOrder(len(evaluation)), max(1, config.batch_size // processes)),
+        evaluation,
+    )
+
+
+def _preparation(config: FinetuneConfig, splits: Splits, model: Any) -> tuple[Any, Any, Any]:
+    if splits.is_text:
+        from solver_plugins.train.preparation import text_preparation
+
+        return text_preparation(config, model)
+    from solver_plugins.train.preparation import image_preparation
+
+    return image_preparation(config, model)
+
+
+def arguments_of(batch: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Returns positional and keyword arguments of the model's forward for a batch."""
+    if "image" in batch:
+        return (batch["image"].to(dtype),), {}
+    return (), {key: value for key, value in batch.items() if key != "labels"}

@@ -1,0 +1,52 @@
+"""How the solver blocks of a model in training are: their constants and residuals, and which one is worst."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from solver_plugins.errors import SolverPluginsError
+from solver_plugins.surgery import solver_report
+from solver_plugins.train.data import arguments_of
+from solver_plugins.train.randomness import seeded
+
+
+def _inputs(batch: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    args, keywords = arguments_of(batch, dtype)
+    return args or keywords
+
+
+def block_rows(
+    model: nn.Module, loader: Any, dtype: torch.dtype, place: tuple[int | str, ...]
+) -> dict[str, dict[str, float | None]]:
+    """Returns ``L`` and the residual of each block's last iterate, on the first example of a split."""
+    examples = [loader.dataset[(0, 0)], loader.dataset[(0, 1 % len(loader.dataset))]]
+    device = next(model.parameters()).device
+    batch = {key: value.to(device) for key, value in loader.collate_fn(examples).items()}
+    training = model.training
+    with seeded(*place, "blocks", devices=True):
+        try:
+            model.eval()
+            found = solver_report(model, _inputs(batch, dtype))
+        finally:
+            model.train(training)
+    return {block.name: {"L": _number(block.L), "residual": _number(block.last_residual)} for block in found.blocks}
+
+
+def _number(value: float | None) -> float | None:
+    """JSON has no infinity."""
+    return value if value is not None and math.isfinite(value) else None
+
+
+def worst_block(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> str:
+    """Returns a sentence about the block with the worst residual on a batch, or why none can be told."""
+    try:
+        found = solver_report(model, _inputs(batch, dtype)).blocks
+    except SolverPluginsError as error:
+        return f" The blocks could not be looked at: {error}"
+    lost = [block for block in found if block.verdict == "not finite"]
+    # The first one that is not finite: those behind it got what it made.
+    worst = lost[0] if lost else max(found, key=lambda block: block.last_residual or 0.0)
+    scale = "" if worst.scale is None else f", scale {worst.scale:.3g} of the plain layer's"
+    return f" The worst block is {worst.name!r}: residual {worst.last_residual:.3g}, L {worst.L:.3g}{scale}."

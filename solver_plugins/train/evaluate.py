@@ -1,0 +1,115 @@
+"""Accuracy and loss on a split: every example counted once, several trials where a model samples."""
+
+import math
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional
+from tqdm.auto import tqdm
+
+from solver_plugins.blocks.layer import LayerBlock
+from solver_plugins.train.data import arguments_of
+from solver_plugins.train.errors import DataError
+from solver_plugins.train.randomness import seeded
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What an evaluation found.
+
+    Attributes:
+        accuracy: Share of right answers, in percent; the mean over the trials.
+        accuracy_std: Standard deviation over the trials; 0 for a single one.
+        loss: Mean cross entropy.
+        trials: How many there were.
+        count: How many examples.
+    """
+
+    accuracy: float
+    accuracy_std: float
+    loss: float
+    trials: int
+    count: int
+
+
+def samples_in_evaluation(model: nn.Module) -> bool:
+    """Whether two evaluations of a model differ."""
+    return any(
+        isinstance(block, LayerBlock) and block.solver.samples != "nothing" and block.solver.samples_in_evaluation
+        for block in model.modules()
+    )
+
+
+def logits_of(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Runs a model of timm or transformers on a batch."""
+    args, keywords = arguments_of(batch, dtype)
+    result: Any = model(*args, **keywords)
+    logits: Tensor = getattr(result, "logits", result)
+    # A loss needs more precision than autocast leaves.
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Accelerator,
+    model: nn.Module,
+    loader: Any,
+    dtype: torch.dtype,
+    place: tuple[int | str, ...],
+    trials: int,
+) -> Scores:
+    """Evaluates a model; random numbers and its mode are as before.
+
+    Args:
+        accelerator: Of the run.
+        model: The model, prepared or not.
+        loader: Prepared batches.
+        dtype: Of the inputs.
+        place: Where in the run this is, for the random numbers of a model that samples.
+        trials: How often such a model is evaluated; another one is evaluated once.
+    """
+    count = len(loader.dataset)
+    trials = trials if samples_in_evaluation(model) else 1
+    training = model.training
+    model.eval()
+    accuracies, losses = [], []
+    bar = tqdm(
+        total=trials * len(loader), desc="evaluate", unit="batch", leave=False,
+        disable=None if accelerator.is_local_main_process else True,
+    )  # fmt: skip
+    try:
+        for trial in range(trials):
+            with seeded(*place, trial, accelerator.process_index, devices=True):
+                right, loss = _pass(accelerator, model, loader, dtype, count, bar)
+            accuracies.append(100 * right / count)
+            losses.append(loss / count)
+    finally:
+        bar.close()
+        model.train(training)
+    spread = statistics.stdev(accuracies) if trials > 1 else 0.0
+    return Scores(statistics.fmean(accuracies), spread, statistics.fmean(losses), trials, count)
+
+
+def _pass(
+    accelerator: Accelerator, model: nn.Module, loader: Any, dtype: torch.dtype, count: int, bar: Any
+) -> tuple[int, float]:
+    right, seen, losses = 0, 0, []
+    for batch in loader:
+        with accelerator.autocast():
+            logits = logits_of(model, batch, dtype)
+        labels = batch["labels"]
+        loss = functional.cross_entropy(logits, labels, reduction="none")
+        hits = logits.argmax(-1) == labels
+        # Also drops the examples that fill up the last batch of several processes.
+        gathered, hits = accelerator.gather_for_metrics((loss, hits))
+        right += int(hits.sum())
+        seen += len(hits)
+        losses += gathered.double().tolist()
+        bar.update()
+    if seen != count:
+        raise DataError(f"Expected {count} examples in the evaluation; {seen} came back from the processes.")
+    return right, math.fsum(losses)

@@ -1,0 +1,150 @@
+"""The networks of a run: built for the number of classes, with own weights where asked, converted, calibrated."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from solver_plugins.blocks import calibrate
+from solver_plugins.blocks.stepsize import TrackedStep
+from solver_plugins.integrations.models import ModelError, load_model
+from solver_plugins.integrations.weights import load_in_order, read_weights
+from solver_plugins.surgery import Report, convert_model, inspect_model
+from solver_plugins.train.config import FinetuneConfig, ModelSection, SolverSection
+from solver_plugins.train.data import Splits
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+
+def build_model(config: FinetuneConfig, splits: Splits) -> nn.Module:
+    """Builds the plain model of a run, in its dtype.
+
+    Raises:
+        ModelError: If it cannot be built, or is made for another number of classes.
+        WeightError, InputError: If its weights cannot be read or do not fit.
+    """
+    section, classes = config.model, len(splits.classes)
+    asked = section.args.get("num_classes", section.args.get("num_labels"))
+    if asked is not None and asked != classes:
+        raise ModelError(
+            f"model.args asks for {asked} classes; the data has {classes} ({', '.join(splits.classes[:5])}, ...). "
+            "Leave the number out: it is taken from the data."
+        )
+    args = {key: value for key, value in section.args.items() if key not in ("num_classes", "num_labels")}
+    if section.spec.startswith("timm/"):
+        model = _timm(section, args, classes)
+    elif section.spec.startswith("hf/"):
+        model = _transformers(section, args, splits)
+    else:
+        model = load_model(section.spec, section.pretrained, **args)
+        _load_own(model, section)
+    _check_classes(model, classes)
+    return model.to(DTYPES[section.dtype])
+
+
+def _timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.Module:
+    if section.weights is None:
+        return load_model(section.spec, section.pretrained, num_classes=classes, **args)
+    state = read_weights(section.weights)
+    # The file's classifier may have other classes: it is built as the file has it, and then made anew.
+    plain = load_model(section.spec, num_classes=classes, **args)
+    rows = _rows_of_classifier(state, plain)
+    if rows is None or rows == classes:
+        return _load(plain, state, section)
+    model: Any = _load(load_model(section.spec, num_classes=rows, **args), state, section)
+    model.reset_classifier(classes)
+    return model
+
+
+def _rows_of_classifier(state: dict[str, Tensor], model: Any) -> int | None:
+    """Returns how many classes a state dict is for: by the classifier's name, else by its last matrix."""
+    name = getattr(model, "pretrained_cfg", {}).get("classifier")
+    if isinstance(name, str) and f"{name}.weight" in state:
+        return state[f"{name}.weight"].shape[0]
+    matrices = [value for value in state.values() if value.dim() >= 2]
+    return matrices[-1].shape[0] if matrices else None
+
+
+def _load_own(model: nn.Module, section: ModelSection) -> nn.Module:
+    return model if section.weights is None else _load(model, read_weights(section.weights), section)
+
+
+def _load(model: nn.Module, state: dict[str, Tensor], section: ModelSection) -> nn.Module:
+    if section.in_order:
+        return load_in_order(model, state)
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        raise ModelError(
+            f"The weights in {section.weights!r} are not those of {section.spec!r}: {' '.join(lines[:3])[:600]} If "
+            "only the names differ, model.in_order=true matches them in order."
+        ) from None
+    return model
+
+
+def _transformers(section: ModelSection, args: dict[str, Any], splits: Splits) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForImageClassification, AutoModelForSequenceClassification
+
+    place = Path(section.spec.removeprefix("hf/")).expanduser()
+    source = str(place) if place.is_dir() else section.spec.removeprefix("hf/")
+    auto: Any = AutoModelForSequenceClassification if splits.is_text else AutoModelForImageClassification
+    names = dict(enumerate(splits.classes))
+    local = any(place.glob("*.safetensors")) or any(place.glob("pytorch_model*.bin"))
+    try:
+        settings = AutoConfig.from_pretrained(
+            source, id2label=names, label2id={name: number for number, name in names.items()}, **args
+        )
+        unknown = [key for key in args if key not in settings.to_dict()]
+        if unknown:
+            raise ModelError(f"{type(settings).__name__} has no setting {unknown[0]!r} (model.args).")
+        if local or (section.pretrained and not place.is_dir()):
+            model: nn.Module = auto.from_pretrained(source, config=settings, ignore_mismatched_sizes=True)
+        else:
+            model = auto.from_config(settings)
+    except ModelError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise ModelError(
+            f"{auto.__name__} of {source!r} cannot be built: {type(error).__name__}: {lines[0]} Looked for the folder "
+            f"{source!r}, in the cache of Hugging Face, and on its hub. Options without a network: a folder that was "
+            "downloaded elsewhere (hf/FOLDER), or HF_HOME set to a filled cache, with HF_HUB_OFFLINE=1."
+        ) from error
+    return _load_own(model, section)
+
+
+def _check_classes(model: Any, classes: int) -> None:
+    found = getattr(model, "num_classes", None) or getattr(getattr(model, "config", None), "num_labels", None)
+    if isinstance(found, int) and found != classes:
+        raise ModelError(f"The model has {found} classes; the data has {classes}. Expected the same number.")
+
+
+def conversion_arguments(section: SolverSection, example: Any) -> dict[str, Any]:
+    """Returns the keyword arguments of ``convert_model`` and ``inspect_model``."""
+    fields = section.options()
+    own = fields.pop("args")
+    fields["solver"] = fields.pop("name")
+    return {**fields, **own, "example_inputs": example}
+
+
+def convert(model: nn.Module, section: SolverSection, example: Any) -> nn.Module:
+    """Converts a model as the config says; raises as ``convert_model`` does."""
+    return convert_model(model, **conversion_arguments(section, example))
+
+
+def planned(model: nn.Module, section: SolverSection, example: Any, lipschitz: bool = True) -> Report:
+    """Returns what :func:`convert` would do."""
+    return inspect_model(model, lipschitz=lipschitz, **conversion_arguments(section, example))
+
+
+def calibrated(model: nn.Module, batches: Iterable[Any], run: Any, progress: bool) -> None:
+    """Calibrates the blocks on a few batches."""
+    calibrate(model, batches, forward=run, progress=progress)
+
+
+def has_blocks(model: nn.Module) -> bool:
+    """Whether there is a solver block in a model."""
+    return any(isinstance(module, TrackedStep) for module in model.modules())

@@ -1,0 +1,143 @@
+"""From an image or a text to what a model takes: timm's transforms, and the tokenizer of the model's folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from solver_plugins.train.config import FinetuneConfig
+from solver_plugins.train.errors import DataError
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+
+
+class ImageTransform:
+    """Gives an image the model's number of channels, then transforms it; a class, so that workers can be sent it."""
+
+    def __init__(self, mode: str, transform: Callable[[Any], Any]):
+        self.mode, self.transform = mode, transform
+
+    def __call__(self, image: Any) -> Any:
+        """Returns a tensor of an image (of PIL)."""
+        return self.transform(image if image.mode == self.mode else image.convert(self.mode))
+
+
+def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]:
+    """Returns the transforms for training and evaluation, and what makes a batch.
+
+    Raises:
+        DataError: If the model takes images of a number of channels that there are no images of.
+    """
+    from timm.data.transforms_factory import create_transform
+
+    known = image_settings(config, model)
+    channels, height, width = known["input_size"]
+    if channels not in _MODES:
+        raise DataError(f"Expected a model for images of 1, 3 or 4 channels; this one takes {channels}.")
+    plain = {
+        "input_size": (channels, height, width),
+        "mean": known["mean"],
+        "std": known["std"],
+        "interpolation": known["interpolation"],
+    }
+    evaluation = create_transform(**plain, is_training=False, crop_pct=known["crop_pct"])
+    if config.augmentation is None:
+        train = create_transform(**plain, is_training=True, no_aug=True)
+    else:
+        chosen = config.augmentation.options()
+        chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
+        train = create_transform(**plain, is_training=True, **chosen)
+    mode = _MODES[channels]
+    return ImageTransform(mode, train), ImageTransform(mode, evaluation), collate_images
+
+
+def image_settings(config: FinetuneConfig, model: Any) -> dict[str, Any]:
+    """Returns input size, mean, deviation and interpolation: of the config, else of the model."""
+    from timm.data.config import resolve_model_data_config
+
+    given = config.data
+    if hasattr(model, "pretrained_cfg"):
+        known = dict(resolve_model_data_config(model))
+        first = next((module for module in model.modules() if isinstance(module, torch.nn.Conv2d)), None)
+        channels = getattr(model, "in_chans", None) or (first.in_channels if first else known["input_size"][0])
+        size = getattr(getattr(model, "patch_embed", None), "img_size", None) or known["input_size"][1:]
+    else:
+        settings = model.config
+        channels, size = getattr(settings, "num_channels", 3), getattr(settings, "image_size", 224)
+        size = (size, size) if isinstance(size, int) else tuple(size)
+        known = {"mean": (0.5,), "std": (0.5,), "interpolation": "bicubic", "crop_pct": 1.0, **_processor(config)}
+    if given.image_size is not None:
+        size = (given.image_size, given.image_size)
+    for key in ("mean", "std"):
+        values = getattr(given, key) or known[key]
+        if len(values) != channels:
+            if getattr(given, key) is not None and len(values) != 1:
+                raise DataError(f"Expected data.{key} for {channels} channels; found {len(values)} numbers.")
+            values = [sum(values) / len(values)] * channels
+        known[key] = tuple(values)
+    if given.image_size is not None or max(size) < 64:
+        # Cropping the border of a small image loses what it shows.
+        known["crop_pct"] = 1.0
+    return {**known, "input_size": (channels, *size)}
+
+
+def _processor(config: FinetuneConfig) -> dict[str, Any]:
+    """Returns mean and deviation of a transformers folder's image processor, where there is one."""
+    file = Path(config.model.spec.removeprefix("hf/")).expanduser() / "preprocessor_config.json"
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return {"mean": tuple(found["image_mean"]), "std": tuple(found["image_std"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def collate_images(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Returns a batch of images and labels."""
+    return {
+        "image": torch.stack([example["image"] for example in examples]),
+        "labels": torch.tensor([example["labels"] for example in examples]),
+    }
+
+
+class Tokens:
+    """Makes tokens of a text, and batches of them: as long as the longest one."""
+
+    def __init__(self, tokenizer: Any, max_length: int):
+        self.tokenizer, self.max_length = tokenizer, max_length
+
+    def __call__(self, text: Any) -> dict[str, Any]:
+        """Returns the tokens of one text."""
+        if not isinstance(text, str):
+            raise TypeError(f"expected a text, found {type(text).__name__}")
+        return dict(self.tokenizer(text, truncation=True, max_length=self.max_length))
+
+    def batch(self, examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+        """Returns a padded batch with labels."""
+        made = self.tokenizer.pad([example["text"] for example in examples], return_tensors="pt")
+        return {**made, "labels": torch.tensor([example["labels"] for example in examples])}
+
+
+def text_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]:
+    """Returns the tokenizer for training and evaluation, and what makes a batch.
+
+    Raises:
+        DataError: If the model is none of transformers, or comes without a tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    if hasattr(model, "pretrained_cfg") or not hasattr(model, "config"):
+        raise DataError(f"data.text needs a model of transformers (hf/...); found {type(model).__name__}.")
+    source = config.model.spec.removeprefix("hf/")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise DataError(
+            f"Expected a tokenizer beside the model {source!r}; reading it: {type(error).__name__}: {lines[0]}"
+        ) from error
+    if tokenizer.pad_token is None:
+        raise DataError(f"The tokenizer of {source!r} has no padding token, which batches of texts need.")
+    tokens = Tokens(tokenizer, config.data.max_length)
+    return tokens, tokens, tokens.batch

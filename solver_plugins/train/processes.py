@@ -1,0 +1,72 @@
+"""The processes of a run: an Accelerator that knows all of them, and their end."""
+
+import os
+import sys
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+
+from solver_plugins.errors import OptionError
+from solver_plugins.train.config import FinetuneConfig
+from solver_plugins.train.errors import LaunchError
+
+
+def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Accelerator:
+    """Makes the Accelerator of a run, or, with a folder for its logs, of one arm of it.
+
+    Raises:
+        LaunchError: If processes were started that each believe to be alone.
+        OptionError: If the precision is none for this machine.
+    """
+    # Asked for where there is no GPU: otherwise a launch config for GPUs makes processes without a process group.
+    cpu = not torch.cuda.is_available()
+    if cpu and config.precision == "fp16":
+        raise OptionError("precision 'fp16' needs a GPU, and there is none here; use 'bf16' or 'no'.")
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        made = Accelerator(
+            cpu=cpu,
+            mixed_precision=config.precision,
+            gradient_accumulation_steps=config.accumulation,
+            log_with=(list(config.trackers) or None) if logs else None,
+            project_config=ProjectConfiguration(project_dir=logs, logging_dir=logs),
+            step_scheduler_with_optimizer=False,
+        )
+    except (ValueError, RuntimeError) as error:
+        if started == 1:
+            raise
+        raise LaunchError(
+            f"WORLD_SIZE says that {started} processes were started, and they do not find each other: {error}. Use "
+            "`accelerate launch`, or unset WORLD_SIZE."
+        ) from error
+    if started != made.num_processes:
+        raise LaunchError(
+            f"{started} processes were started, and this one believes to be one of {made.num_processes}: each would "
+            "train alone and write over the others. Launch with `accelerate launch --multi_gpu --num_processes "
+            f"{started}` (with ACCELERATE_USE_CPU=true on a machine without GPUs)."
+        )
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not is_sharded(made) and logs is None and first_process():
+        print("FSDP needs GPUs, and there is none here: each process holds the whole model (DDP).", file=sys.stderr)
+    return made
+
+
+def first_process() -> bool:
+    """Whether this is the process that talks, also before there is an Accelerator."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def end_processes(accelerator: Accelerator | None) -> None:
+    """Ends trackers and the process group, also behind an error."""
+    if accelerator is not None:
+        accelerator.end_training()
+    # Accelerate remembers the first Accelerator of a process: a next run may have another precision.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def is_sharded(accelerator: Any) -> bool:
+    """Whether the weights are shared out over the processes (FSDP)."""
+    return str(accelerator.distributed_type).endswith("FSDP")

@@ -1,0 +1,39 @@
+"""Random numbers that depend on a seed and a place in the run, and leave the global generators alone."""
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Iterator
+
+import numpy
+import torch
+
+
+def seed_for(*place: int | str) -> int:
+    """Returns a seed for a place in the run, such as ``seed_for(seed, "order", epoch)``."""
+    text = "/".join(str(part) for part in place)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+@contextlib.contextmanager
+def seeded(*place: int | str, devices: bool = False) -> Iterator[None]:
+    """Seeds Python's, numpy's and torch's generators inside of the block, and puts them back behind it.
+
+    Args:
+        *place: See :func:`seed_for`.
+        devices: Whether the generators of accelerators are used, too.
+    """
+    seed = seed_for(*place)
+    python, array = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=None if devices else []):
+        try:
+            random.seed(seed)
+            numpy.random.seed(seed)
+            # Not torch.manual_seed: that would seed accelerators, too.
+            torch.default_generator.manual_seed(seed)
+            if devices and torch.cuda.is_available():
+                torch.cuda.manual_seed(seed)
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(array)

@@ -1,0 +1,139 @@
+"""The comparison: as a table in the terminal, and as one self-contained HTML file with its pictures."""
+
+import base64
+import html
+import io
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from rich.table import Table
+
+from solver_plugins.train.config import FinetuneConfig
+from solver_plugins.train.outputs import write_whole
+
+Rows = list[dict[str, Any]]
+_COLOURS = {"solver": "#1f6fb4", "baseline": "#d1701f", "plain": "#444444"}
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: 1rem 0; }
+th, td { padding: .3rem .9rem; border-bottom: 1px solid #ddd; text-align: right; }
+th:first-child, td:first-child { text-align: left; }
+img { max-width: 100%; } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto; font-size: 13px; }
+"""
+HEADINGS = ("model", "accuracy (%)", "eval loss", "train loss", "steps", "time")
+
+
+def table_rows(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns the cells of the comparison, the baseline first."""
+    rows: list[tuple[str, ...]] = []
+    for name in ("plain", "baseline", "solver"):
+        if name not in results:
+            continue
+        one = results[name]
+        accuracy = f"{one['accuracy']:.2f}"
+        if one["trials"] > 1:
+            accuracy += f" ± {one['accuracy_std']:.2f} ({one['trials']} trials)"
+        cells = (
+            accuracy,
+            f"{one['loss']:.4f}",
+            f"{one['train_loss']:.4f}",
+            str(one["steps"]),
+            f"{one['seconds']:.1f} s",
+        )
+        rows.append((_title(config, name), *cells))
+    return rows
+
+
+def _title(config: FinetuneConfig, name: str) -> str:
+    if name == "solver" and config.solver is not None:
+        return f"solver ({config.solver.name}, iters={config.solver.iters})"
+    return name
+
+
+def result_table(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> Table:
+    """Returns the comparison for a terminal."""
+    count = next(iter(results.values()))["count"]
+    made = Table(title=f"{config.model.spec} on {config.data.name}: {count} examples of {config.data.eval!r}")
+    for heading in HEADINGS:
+        made.add_column(heading, justify="left" if heading == "model" else "right")
+    for cells in table_rows(config, results):
+        made.add_row(*cells)
+    return made
+
+
+def write_report(path: Path, config: FinetuneConfig, results: dict[str, dict[str, Any]], rows: dict[str, Rows]) -> None:
+    """Writes ``report.html``: table, learning curves, the blocks' constants and residuals, the config."""
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in HEADINGS)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
+        for cells in table_rows(config, results)
+    )
+    pictures = _picture(_curves(rows), "Learning curves")
+    if any("blocks" in row for row in rows.get("solver", [])):
+        pictures += _picture(_blocks(rows["solver"]), "The solver blocks while training")
+    title = html.escape(f"{config.model.spec} on {config.data.name}")
+    count = next(iter(results.values()))["count"]
+    text = (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
+        f"</head><body>\n<h1>{title}</h1>\n<p>{count} examples of the split {html.escape(config.data.eval)}, seed "
+        f"{config.seed}, {config.epochs} epochs.</p>\n<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        "</table>\n"
+        f"{pictures}<h2>Config</h2>\n<pre>{html.escape(config.to_yaml())}</pre>\n</body></html>\n"
+    )
+    write_whole(path, text)
+
+
+def _picture(figure: Figure, title: str) -> str:
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=110)
+    data = base64.b64encode(written.getvalue()).decode("ascii")
+    return f'<h2>{html.escape(title)}</h2>\n<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">\n'
+
+
+def _figure(panels: int) -> tuple[Figure, list[Any]]:
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    # Not pyplot: it would need a display, and keep the figure.
+    FigureCanvasAgg(figure)
+    axes = [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
+    for one in axes:
+        one.grid(color="#dddddd", linewidth=0.8)
+        one.set_axisbelow(True)
+        one.set_xlabel("epoch")
+        for side in ("top", "right"):
+            one.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _curves(rows: dict[str, Rows]) -> Figure:
+    figure, (loss, accuracy) = _figure(2)
+    for name, points in rows.items():
+        epochs = [row["epoch"] for row in points]
+        style = {"color": _COLOURS[name], "marker": "o", "markersize": 3}
+        loss.plot(epochs, [row["train_loss"] for row in points], label=f"{name}, train", linestyle="--", **style)
+        loss.plot(epochs, [row["eval_loss"] for row in points], label=f"{name}, eval", **style)
+        accuracy.plot(epochs, [row["eval_accuracy"] for row in points], label=name, **style)
+    loss.set_ylabel("loss")
+    accuracy.set_ylabel("accuracy (%)")
+    for axes in (loss, accuracy):
+        axes.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _blocks(rows: Rows) -> Figure:
+    figure, (constants, residuals) = _figure(2)
+    points = [row for row in rows if "blocks" in row]
+    names = list(points[0]["blocks"])
+    for axes, key, label in ((constants, "L", r"$L = \lambda_{\max}(A A^\top)$"), (residuals, "residual", "residual")):
+        positive = False
+        for name in names:
+            values = [row["blocks"].get(name, {}).get(key) for row in points]
+            axes.plot([row["epoch"] for row in points], [float("nan") if v is None else v for v in values], label=name)
+            positive = positive or any(v is not None and v > 0 for v in values)
+        if positive:
+            axes.set_yscale("log")
+        axes.set_ylabel(label)
+    if len(names) <= 12:
+        residuals.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    return figure

@@ -1,0 +1,120 @@
+"""Where examples come from: the embedded digits, folders, files, and the hub, all through ``datasets``."""
+
+from pathlib import Path
+from typing import Any
+
+from solver_plugins.errors import did_you_mean
+from solver_plugins.train.config import DataSection
+from solver_plugins.train.errors import DataError
+
+_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+_TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+DIGITS_TEST = 360
+"""How many of the 1797 digits, the last ones, are the test split: other writers than those before."""
+
+
+def load_split(config: DataSection, split: str) -> Any:
+    """Returns one split as a ``datasets.Dataset``.
+
+    Raises:
+        DataError: If there is no such data set or split, saying where was looked, or the split is empty.
+    """
+    try:
+        found = _load(config, split)
+    except DataError:
+        raise
+    except Exception as error:
+        raise _explained(config, split, error) from error
+    if len(found) == 0:
+        raise DataError(f"Expected examples in the split {split!r} of {config.name!r}; found none.")
+    return found
+
+
+def _load(config: DataSection, split: str) -> Any:
+    import datasets
+
+    # Bars of our own are enough.
+    datasets.disable_progress_bars()
+    if config.name == "digits":
+        return _sliced(_digits(), split, "digits")
+    place = Path(config.name).expanduser()
+    if place.is_file():
+        kind = _TABLES.get(place.suffix.lower())
+        if kind is None:
+            raise DataError(f"Expected a file ending in {', '.join(_TABLES)}; found {str(place)!r}.")
+        return datasets.load_dataset(kind, data_files=str(place), split=split)
+    if place.is_dir():
+        return _from_folder(place, split, config)
+    if place.is_absolute() or config.name.startswith((".", "~")):
+        raise DataError(f"There is no data set at {str(place)!r}. {_options()}")
+    return datasets.load_dataset(config.name, config.config, split=split)
+
+
+def _from_folder(place: Path, split: str, config: DataSection) -> Any:
+    import datasets
+
+    if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
+        saved = datasets.load_from_disk(str(place))
+        if not isinstance(saved, datasets.DatasetDict):
+            # A single split carries its own name; slices of it serve as both.
+            saved = datasets.DatasetDict({str(saved.split or "train"): saved})
+        return _sliced(saved, split, str(place))
+    files = [path for path in place.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    suffixes = {path.suffix.lower() for path in files}
+    if suffixes & set(_IMAGES):
+        return datasets.load_dataset("imagefolder", data_dir=str(place), split=split)
+    if suffixes & set(_TABLES):
+        return datasets.load_dataset(str(place), config.config, split=split)
+    raise DataError(
+        f"{str(place)!r} holds no data set: expected one of save_to_disk, a folder of images for each class, or files "
+        f"ending in {', '.join(_TABLES)}."
+    )
+
+
+def _digits() -> Any:
+    import datasets
+    import numpy
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    pixels = numpy.round(found.images * (255 / 16)).astype(numpy.uint8)
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(digit) for digit in range(10)])}
+    )
+    columns = {"image": [Image.fromarray(image) for image in pixels], "label": found.target.tolist()}
+    everything = datasets.Dataset.from_dict(columns, features=features)
+    border = len(everything) - DIGITS_TEST
+    return datasets.DatasetDict(
+        train=everything.select(range(border)), test=everything.select(range(border, len(everything)))
+    )
+
+
+def _sliced(splits: Any, split: str, name: str) -> Any:
+    """Reads ``train[:80%]``, as ``load_dataset`` does for other sources."""
+    import datasets
+
+    base = split.partition("[")[0]
+    if base not in splits:
+        raise DataError(f"{name!r} has no split {base!r}.{did_you_mean(base, splits)}")
+    if base == split:
+        return splits[split]
+    lengths = {key: len(value) for key, value in splits.items()}
+    (part,) = datasets.ReadInstruction.from_spec(split).to_absolute(lengths)
+    return splits[part.splitname].select(range(part.from_ or 0, lengths[base] if part.to is None else part.to))
+
+
+def _explained(config: DataSection, split: str, error: Exception) -> DataError:
+    lines = str(error).strip().splitlines() or [""]
+    return DataError(
+        f"Cannot load the split {split!r} of {config.name!r}: {type(error).__name__}: {lines[0]} Looked for a folder "
+        f"or file of that name, in the cache of Hugging Face, and on its hub. {_options()}"
+    )
+
+
+def _options() -> str:
+    return (
+        "Options without a network: data.name=digits (embedded); a folder written elsewhere by "
+        "dataset.save_to_disk(FOLDER); a folder of images for each class; or HF_HOME set to a filled cache, with "
+        "HF_HUB_OFFLINE=1."
+    )

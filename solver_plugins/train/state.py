@@ -1,0 +1,78 @@
+"""What a checkpoint holds beside weights and optimiser: step sizes, and the place in the run."""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from solver_plugins.blocks.stepsize import KEPT_BUFFERS, TrackedStep
+
+
+class StepSizes:
+    """The buffers behind the steps of every block: no part of a state dict, and a resumed run needs these very ones.
+
+    Args:
+        model: A model with blocks, or without.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+
+    def _buffers(self) -> dict[str, Tensor]:
+        return {
+            f"{name}.{kind}": buffer
+            for name, block in self.model.named_modules()
+            if isinstance(block, TrackedStep)
+            for kind in KEPT_BUFFERS
+            if (buffer := block._buffers.get(kind)) is not None
+        }
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns copies of all of them, by name."""
+        return {name: buffer.detach().cpu().clone() for name, buffer in self._buffers().items()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Writes them back, in place.
+
+        Raises:
+            KeyError: If these are of another model.
+        """
+        own = self._buffers()
+        if own.keys() != state.keys():
+            raise KeyError(f"Expected the step sizes of {len(own)} buffers; found {len(state)} of other names.")
+        with torch.no_grad():
+            for name, buffer in own.items():
+                buffer.copy_(state[name])
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Attributes:
+        epoch: The epoch that is under way.
+        step_in_epoch: How many optimiser steps of it are done.
+        step: How many are done in all.
+        loss: Sum of the training losses of this epoch.
+        rows: What was measured so far, one row per epoch.
+        seconds: Spent in training.
+    """
+
+    epoch: int = 0
+    step_in_epoch: int = 0
+    step: int = 0
+    loss: float = 0.0
+    seconds: float = 0.0
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def state_dict(self) -> dict[str, str]:
+        """Returns all of it as JSON: nothing that unpickling could run."""
+        return {"progress": json.dumps(asdict(self))}
+
+    def load_state_dict(self, state: dict[str, str]) -> None:
+        """Takes over all of it."""
+        found = json.loads(state["progress"])
+        for one in fields(self):
+            setattr(self, one.name, found[one.name])

@@ -1,0 +1,91 @@
+"""The config of a run: strict, with changes from the command line."""
+
+import pytest
+
+from solver_plugins.errors import OptionError
+from solver_plugins.train import FinetuneConfig, read_config
+from tests.train.runs import options, tiny
+
+
+def written(tmp_path, text="model: {spec: timm/test_vit}\nsolver: {name: proxsg}\noutput: there\n", name="run.yaml"):
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_changes_reach_sections(tmp_path):
+    path = written(tmp_path)
+    found = read_config(
+        path, ["optimizer.lr=1e-4", "solver.iters=4", "data.text=sentence", "ema.decay=0.5", "model.args.depth=2",
+               "schedule=null", "data.train=train[:80%]"],
+    )  # fmt: skip
+    assert found.optimizer.lr == 1e-4 and found.solver.iters == 4 and found.data.text == "sentence"
+    assert found.ema.decay == 0.5 and found.model.args == {"depth": 2} and found.schedule is None
+    assert found.data.train == "train[:80%]"
+    assert read_config(path, ["solver=null"]).solver is None
+
+
+def test_written_config_reads_back(tmp_path):
+    config = tiny(tmp_path, ema={"decay": 0.5}, refresh=3, trackers=["tensorboard"])
+    assert FinetuneConfig.from_yaml(config.to_yaml()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["optimizer.learning_rate=1"], "has no option 'optimizer.learning_rate'"),
+        (["epoch=3"], "Did you mean 'epochs'"),
+        (["solver.options.lam=0.1"], "under 'args'"),
+        (["lr=3"], "part of 'optimizer'"),
+        (["epochs=three"], "expected a valid integer"),
+        (["epochs=0"], "greater than or equal to 1"),
+        (["epochs"], "key=value"),
+        (["output.there=1"], "is no section"),
+        (["refresh=0"], "'epoch' or at least one step"),
+        (["schedule.warmup_epochs=10"], "below epochs"),
+        (["data.text=a", "data.image=b"], "found both"),
+        (["data.text=a", "mixup.mixup=0.1"], "is for images"),
+        (["mixup.mixup=0.1", "batch_size=9"], "even batch_size"),
+        (["solver=null", "calibrate.batches=2"], "there is no solver"),
+        (["model.in_order=true"], "model.weights"),
+        (["model.pretrained=true", "model.weights=f"], "found both"),
+        (["precision=fp8"], "'no', 'bf16' or 'fp16'"),
+    ],
+)
+def test_mistakes(tmp_path, changes, message):
+    with pytest.raises(OptionError) as error:
+        read_config(written(tmp_path), changes)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("model: [", "run.yaml", "not valid YAML"),
+        ("- 1", "run.yaml", "found list"),
+        ("", "run.txt", "ending in .json"),
+        ("{}", "run.json", "'model' is required"),
+        ("epochs: 1\nepochs: 2\n", "run.yaml", "given twice"),
+    ],
+)
+def test_unreadable_files(tmp_path, text, name, message):
+    with pytest.raises(OptionError, match=message):
+        read_config(written(tmp_path, text, name))
+    with pytest.raises(OptionError, match="No such file"):
+        read_config(tmp_path / "none.yaml")
+
+
+def test_every_option_is_described():
+    def check(model):
+        for name, field in model.model_fields.items():
+            inner = [
+                one
+                for one in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if hasattr(one, "model_fields")
+            ]
+            assert field.description or inner, name
+            for one in inner:
+                check(one)
+
+    check(FinetuneConfig)
+    assert FinetuneConfig.parse(options("there"))

@@ -1,0 +1,136 @@
+"""Examples from every source, and what is said where there are none."""
+
+import datasets
+import numpy
+import pytest
+import torch
+from PIL import Image
+
+from solver_plugins.train import DataError
+from solver_plugins.train.config import DataSection
+from solver_plugins.train.data import Order, load_splits, make_loaders
+from solver_plugins.train.models import build_model
+from tests.train.runs import tiny
+
+
+def picture(number, size=8):
+    return Image.fromarray(numpy.full((size, size), number * 20, dtype=numpy.uint8))
+
+
+def dataset(count, labels=2):
+    features = datasets.Features({"img": datasets.Image(), "label": datasets.Value("int64")})
+    rows = {"img": [picture(number) for number in range(count)], "label": [number % labels for number in range(count)]}
+    return datasets.Dataset.from_dict(rows, features=features)
+
+
+def loaded(**options):
+    return load_splits(DataSection.parse(options))
+
+
+def test_digits_are_embedded():
+    found = loaded()
+    assert len(found.train) == 1437 and len(found.eval) == 360 and len(found.classes) == 10
+    assert found.train[0]["image"].size == (8, 8) and found.train[0]["label"] == 0
+
+
+def test_save_to_disk(tmp_path):
+    datasets.DatasetDict(train=dataset(6), test=dataset(3)).save_to_disk(tmp_path / "both")
+    found = loaded(name=str(tmp_path / "both"))
+    assert (len(found.train), len(found.eval), found.column, found.classes) == (6, 3, "img", ("0", "1"))
+    dataset(6).save_to_disk(tmp_path / "one")
+    found = loaded(name=str(tmp_path / "one"), train="train[:4]", eval="train[4:]")
+    assert len(found.train) == 4 and len(found.eval) == 2
+
+
+def test_imagefolder_and_parquet(tmp_path):
+    for split, count in (("train", 3), ("test", 1)):
+        for name in ("cat", "dog"):
+            folder = tmp_path / "images" / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                picture(number).save(folder / f"{number}.png")
+    found = loaded(name=str(tmp_path / "images"))
+    assert len(found.train) == 6 and len(found.eval) == 2 and found.classes == ("cat", "dog")
+    (tmp_path / "tables").mkdir()
+    dataset(5).to_parquet(tmp_path / "tables" / "train.parquet")
+    dataset(2).to_parquet(tmp_path / "tables" / "test.parquet")
+    found = loaded(name=str(tmp_path / "tables"))
+    assert len(found.train) == 5 and len(found.eval) == 2
+    found = loaded(name=str(tmp_path / "tables" / "train.parquet"), eval="train")
+    assert len(found.eval) == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "/none/there"}, "There is no data set at"),
+        ({"train": "trian"}, "Did you mean 'train'"),
+        ({"train": "train[:0]"}, "found none"),
+        ({"label": "lable"}, "Did you mean 'label'"),
+        ({"image": "picture"}, "has no column 'picture'"),
+        ({"text": "sentence"}, "has no column 'sentence'"),
+    ],
+)
+def test_mistakes(options, message):
+    with pytest.raises(DataError) as error:
+        loaded(**options)
+    assert message in str(error.value)
+
+
+def test_missing_hub_data_set_says_where_it_looked(monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match=r"(?s)Looked for a folder.*save_to_disk"):
+        loaded(name="nobody/nothing-of-this-name")
+
+
+def test_labels_that_do_not_fit(tmp_path):
+    datasets.DatasetDict(train=dataset(6, 2), test=dataset(6, 3)).save_to_disk(tmp_path / "both")
+    with pytest.raises(DataError, match="2 classes of the training split; found 2"):
+        loaded(name=str(tmp_path / "both"))
+
+
+def test_corrupt_image_is_named(tmp_path):
+    features = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.Value("int64")})
+    rows = {"image": [{"bytes": b"no image", "path": None}] * 4, "label": [0, 1, 0, 1]}
+    broken = datasets.Dataset.from_dict(rows, features=features).cast_column("image", datasets.Image())
+    datasets.DatasetDict(train=broken, test=broken).save_to_disk(tmp_path / "both")
+    config = tiny(tmp_path / "run", data={"name": str(tmp_path / "both")}, batch_size=2)
+    splits = load_splits(config.data)
+    loaders = make_loaders(config, splits, build_model(config, splits), 1)
+    with pytest.raises(DataError, match=r"example 1 of the split 'train'"):
+        loaders.train.dataset[(0, 1)]
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    order = Order(10, 4, seed=3)
+    first = list(order)
+    assert order.steps == 2 and len(first) == 8 and len(set(first)) == 8
+    order.skip = 4
+    assert list(order) == first[4:] and len(order) == 4
+    order.skip, order.epoch = 0, 1
+    assert [number for _, number in order] != [number for _, number in first]
+
+
+def test_augmentation_depends_on_the_example_not_on_what_was_read_before(tmp_path):
+    config = tiny(tmp_path, augmentation={"scale": [0.5, 1.0]})
+    splits = load_splits(config.data)
+    examples = make_loaders(config, splits, build_model(config, splits), 1).train.dataset
+    before = torch.get_rng_state()
+    one = examples[(2, 5)]["image"]
+    torch.rand(3)
+    examples[(2, 6)]
+    assert torch.equal(examples[(2, 5)]["image"], one)
+    assert not torch.equal(examples[(3, 5)]["image"], one)
+    torch.set_rng_state(before)
+    examples[(2, 5)]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_that_cannot_be_shared_out(tmp_path):
+    config = tiny(tmp_path, accumulation=2)
+    splits = load_splits(config.data)
+    model = build_model(config, splits)
+    with pytest.raises(DataError, match="a multiple of 6; found 16"):
+        make_loaders(config, splits, model, 3)
+    with pytest.raises(DataError, match="at least one batch of 128"):
+        make_loaders(tiny(tmp_path, batch_size=128), splits, model, 1)
