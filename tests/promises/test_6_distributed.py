@@ -125,7 +125,7 @@ def assert_same_run(plain, sharded, batch):
 
 
 def sharded_runs(rank):
-    """Forward, backward, optimizer steps and evaluation of sharded models against unsharded ones."""
+    """Promise 6, FSDP2: raw ``fully_shard`` of the root and of every layer, weights as DTensors between passes."""
     for solver in ("proxgd", "anderson"):
         for units in ("root", "layers"):
             plain = perceptron(solver)
@@ -143,13 +143,8 @@ def sharded_runs(rank):
     dist.barrier()
 
 
-def test_a_sharded_model_is_the_unsharded_one():
-    """Promise 6, FSDP2: raw ``fully_shard`` of the root and of every layer, weights as DTensors between passes."""
-    in_two_processes(sharded_runs)
-
-
 def refreshed_and_loaded(rank):
-    """Constants are certified from shards: by ``refresh_steps``, and when sharded weights are loaded."""
+    """Promise 6, FSDP2: certificates and loading see the whole weight."""
     for units in ("root", "layers"):
         plain = perceptron()
         made = shard(copy.deepcopy(plain), units)
@@ -162,34 +157,22 @@ def refreshed_and_loaded(rank):
     dist.barrier()
 
 
-def test_constants_of_sharded_weights():
-    """Promise 6, FSDP2: certificates and loading see the whole weight."""
-    in_two_processes(refreshed_and_loaded)
-
-
 def refreshed_chain(rank):
+    """Promise 6, FSDP2: the certificate of a folded norm sees the norm's whole scale."""
     plain = residual()
     made = shard(copy.deepcopy(plain), "root")
     torch.testing.assert_close(refresh_steps(made), refresh_steps(plain), rtol=1e-9, atol=0)
     dist.barrier()
 
 
-def test_constants_of_sharded_norms():
-    """Promise 6, FSDP2: the certificate of a folded norm sees the norm's whole scale."""
-    in_two_processes(refreshed_chain)
-
-
 def chain_in_units_of_its_own(rank):
+    """Promise 6, FSDP2: layer and norm are sharded one by one, so the weight is gone when the norm runs."""
     with pytest.raises(SolverPluginsError, match="as one unit"):
         shard(residual(), "layers")(IMAGES)
 
 
-def test_a_chain_whose_layer_is_a_unit_of_its_own():
-    """Promise 6, FSDP2: layer and norm are sharded one by one, so the weight is gone when the norm runs."""
-    in_two_processes(chain_in_units_of_its_own)
-
-
 def refuse_sharded(rank):
+    """Promise 7, FSDP2: converting after sharding says to convert first."""
     for units in ("root", "layers"):
         torch.manual_seed(0)
         made = shard(nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 3)).double(), units)
@@ -199,18 +182,22 @@ def refuse_sharded(rank):
         assert [type(module) for module in made.modules()] == classes
 
 
-def test_a_sharded_model_is_refused():
-    """Promise 7, FSDP2: converting after sharding says to convert first."""
-    in_two_processes(refuse_sharded)
-
-
 def revert_sharded(rank):
+    """Promise 4, FSDP2: layers keep the class that sharding gave them."""
     made = shard(perceptron(), "layers")
     with pytest.raises(ConversionError, match="sharded"):
         revert_model(made)
     assert all(isinstance(made[index], FSDPModule) for index in (0, 2, 5, 7))
 
 
-def test_reverting_a_sharded_model_is_refused():
-    """Promise 4, FSDP2: layers keep the class that sharding gave them."""
-    in_two_processes(revert_sharded)
+def everything_sharded(rank):
+    for body in (
+        sharded_runs, refreshed_and_loaded, refreshed_chain, chain_in_units_of_its_own, refuse_sharded, revert_sharded,
+    ):  # fmt: skip
+        body(rank)
+        dist.barrier()
+
+
+def test_sharded_models():
+    """Promises 4, 6 and 7, FSDP2; one pair of processes for all of it, as starting them takes longest."""
+    in_two_processes(everything_sharded)
