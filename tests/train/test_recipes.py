@@ -15,7 +15,7 @@ plan_run = pytest.importorskip("solver_plugins.train.plan").plan_run
 
 FOLDER = Path(__file__).parents[2] / "configs" / "recipes"
 CONVERTED = {
-    "quickstart": ["head.fc"],
+    "quickstart": ["fc1", "fc2"],
     "lenet_cifar10_dd": ["fc1", "fc2"],
     "lenet_cifar10_dnd": ["fc1"],
     "lenet_cifar10_ndd": ["fc2"],

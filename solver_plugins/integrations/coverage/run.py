@@ -124,6 +124,7 @@ def run(tasks: Sequence[Task], path: pathlib.Path, workers: int, limits: Limits 
     queue, lock = iter(tasks), threading.Lock()
     with tqdm(total=len(tasks), unit="model", smoothing=0.05) as bar:
         bad = 0
+        errors: list[BaseException] = []
 
         def serve() -> None:
             nonlocal bad
@@ -141,6 +142,9 @@ def run(tasks: Sequence[Task], path: pathlib.Path, workers: int, limits: Limits 
                         bad += failed(row)
                         bar.set_postfix_str(f"{bad} to look at, last {task.name}")
                         bar.update()
+            except BaseException as error:
+                # Of this run itself (no room on the disk, say): told once all have stopped, never lost with a thread.
+                errors.append(error)
             finally:
                 worker.stop()
 
@@ -150,6 +154,8 @@ def run(tasks: Sequence[Task], path: pathlib.Path, workers: int, limits: Limits 
         for thread in threads:
             while thread.is_alive():
                 thread.join(1.0)
+    if errors:
+        raise errors[0]
 
 
 class _Worker:
@@ -179,10 +185,12 @@ class _Worker:
         assert self.pipe is not None
         row = Row(*task)
         start = time.perf_counter()
-        self.pipe.send(task)
-        why = ""
+        why, sent = "", False
         while not why:
             try:
+                if not sent:
+                    self.pipe.send(task)
+                    sent = True
                 if self.pipe.poll(_POLL):
                     made: dict[str, Any] = self.pipe.recv()
                     return made
