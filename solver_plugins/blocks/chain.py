@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from solver_plugins.blocks.fold import check_foldable, diagonal_of, normalised, running_diagonal
+from solver_plugins.blocks.fold import check_foldable, diagonal_of, normalised, reference_diagonal
 from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
 from solver_plugins.blocks.made import Shell, hides_forward, made_class, take_off
 from solver_plugins.blocks.run import run_block
@@ -28,8 +28,6 @@ from solver_plugins.solvers import Solver, working_dtype
 
 Role = Literal["norm", "norm-activation", "activation"]
 _RESERVED = RESERVED | {"diagonal_reference", "role", "outlet", "norm", "stash"}
-SMALL_ROW = 0.05
-"""A reference row is at least this share of the largest, so that a scale near zero may grow without voiding ``L``."""
 
 
 @dataclass(frozen=True)
@@ -115,10 +113,7 @@ class ChainBlock(LayerBlock):
         norm = self.folded_norm()
         if norm is None:
             return {}
-        size = running_diagonal(norm, working_dtype(kernel.dtype)).abs()
-        largest = size.amax()
-        # Scales of zero (a residual branch that starts closed) say nothing of what they will be: assume ones.
-        return {"diagonal_reference": torch.where(largest > 0, size.clamp_min(SMALL_ROW * largest), 1.0)}
+        return {"diagonal_reference": reference_diagonal(norm, working_dtype(kernel.dtype))}
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the layer's output."""

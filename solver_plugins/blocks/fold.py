@@ -9,6 +9,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from solver_plugins.errors import UnsupportedLayerError
 
+SMALL_ROW = 0.05
+"""A reference row is at least this share of the largest, so that a scale near zero may grow without voiding ``L``."""
+
 
 def check_foldable(norm: nn.Module | None) -> None:
     """Raises UnsupportedLayerError for a norm that is not a diagonal."""
@@ -51,6 +54,14 @@ def running_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
     weight = bn.weight.detach()
     # A shard of it (FSDP2) says nothing of the other rows.
     return scale * (weight.full_tensor() if hasattr(weight, "full_tensor") else weight).to(dtype)
+
+
+def reference_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Returns the diagonal that a block with this folded norm certifies its constant for."""
+    size = running_diagonal(norm, dtype).abs()
+    largest = size.amax()
+    # Scales of zero (a residual branch that starts closed) say nothing of what they will be: assume ones.
+    return torch.where(largest > 0, size.clamp_min(SMALL_ROW * largest), 1.0)
 
 
 def diagonal_of(norm: nn.Module, y: Tensor, dtype: torch.dtype) -> Tensor:

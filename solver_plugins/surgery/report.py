@@ -4,13 +4,11 @@ from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch
 from rich.console import RenderableType
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from solver_plugins.blocks.chain import SMALL_ROW
-from solver_plugins.blocks.fold import running_diagonal
+from solver_plugins.blocks.fold import reference_diagonal
 from solver_plugins.operators import kernel_of, lipschitz_constant, operator_for
 from solver_plugins.solvers import SamplingSolver, Solver, working_dtype
 from solver_plugins.surgery.convert import Plan, plan_conversion
@@ -206,13 +204,6 @@ def inspect_model(
         what = f"{len(scaled)} block{'s' if len(scaled) > 1 else ''} behind a norm or a skip"
         warnings.append(f"{what}, iters={iters}: {CHANGES_SCALE}")
     return Report(type(model).__name__, solver, plan.options, tuple(rows), tuple(warnings))
-
-
-def reference_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
-    """Returns the diagonal that a block with this folded norm certifies its constant for."""
-    scale = running_diagonal(norm, dtype).abs()
-    largest = scale.amax()
-    return torch.where(largest > 0, scale.clamp_min(SMALL_ROW * largest), 1.0)
 
 
 def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> Row:

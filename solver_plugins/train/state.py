@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.stepsize import KEPT_BUFFERS, TrackedStep
+from solver_plugins.integrations.steps import step_state
 
 
 class StepSizes:
@@ -20,18 +20,9 @@ class StepSizes:
     def __init__(self, model: nn.Module):
         self.model = model
 
-    def _buffers(self) -> dict[str, Tensor]:
-        return {
-            f"{name}.{kind}": buffer
-            for name, block in self.model.named_modules()
-            if isinstance(block, TrackedStep)
-            for kind in KEPT_BUFFERS
-            if (buffer := block._buffers.get(kind)) is not None
-        }
-
     def state_dict(self) -> dict[str, Tensor]:
         """Returns copies of all of them, by name."""
-        return {name: buffer.detach().cpu().clone() for name, buffer in self._buffers().items()}
+        return {name: buffer.detach().cpu().clone() for name, buffer in step_state(self.model).items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Writes them back, in place.
@@ -39,7 +30,7 @@ class StepSizes:
         Raises:
             KeyError: If these are of another model.
         """
-        own = self._buffers()
+        own = step_state(self.model)
         if own.keys() != state.keys():
             raise KeyError(f"Expected the step sizes of {len(own)} buffers; found {len(state)} of other names.")
         with torch.no_grad():
