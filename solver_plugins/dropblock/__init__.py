@@ -1,6 +1,7 @@
 """Structured dropout: layers, what they minimise on average, closed forms, and dropout without sampling."""
 
 from solver_plugins.dropblock.classifier import find_classifier
+from solver_plugins.dropblock.classifier_dropout import ClassifierDropout
 from solver_plugins.dropblock.convert import convert_dropout, inspect_dropout, revert_dropout
 from solver_plugins.dropblock.errors import BlockSizeError, ClassifierError, FactorisationError, RegularizerError
 from solver_plugins.dropblock.estimate import Estimate
@@ -44,6 +45,7 @@ from solver_plugins.dropblock.theory import (
 
 __all__ = [
     "BlockSizeError",
+    "ClassifierDropout",
     "ClassifierError",
     "DropBlock1d",
     "DropBlock2d",

@@ -125,6 +125,11 @@ class StructuredDropoutRegularizer:
             counted = counted * self.classifier.out_features
         return total / counted
 
+    @property
+    def row_shape(self) -> tuple[int, ...] | None:
+        """Shape of the rows that the layer saw in the last pass, ``(batch,)`` or ``(batch, tokens)``; None for none."""
+        return None if self._rows is None else tuple(self._rows.shape)
+
     def reset(self) -> None:
         """Forgets the last forward pass."""
         self._rows, self._passes = None, 0

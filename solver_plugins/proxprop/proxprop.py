@@ -234,6 +234,10 @@ class ProxProp:
                 "Expected optimizer.step() without a closure: with one, the model runs inside of the step. Call "
                 "loss.backward() before optimizer.step()."
             )
+        still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
+        if still and not any(tally.calls for tally in self._tallies):
+            # torch's distributed checkpoints take an empty step before loading, to make the optimizer's state.
+            return
         infinite: Tensor | None = getattr(optimizer, "found_inf", None)
         if infinite is not None and bool(infinite.any()):
             # A GradScaler leaves it to a fused optimizer to skip this step.

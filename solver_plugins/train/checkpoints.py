@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils.other import load as load_pickle
 
 from solver_plugins.train.errors import CheckpointError
+from solver_plugins.train.pickles import check_is_data
 
 MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8})")
-_PICKLES = (".bin", ".pkl", ".pt")
 
 
 class Checkpoints:
@@ -152,12 +151,10 @@ def check(path: Path, processes: int) -> None:
             raise DamagedError(f"{name} has {file.stat().st_size} bytes instead of {size}")
         if _sum(file) != total:
             raise DamagedError(f"the checksum of {name} differs")
-        if file.suffix in _PICKLES:
-            # Accelerate unpickles some of these without asking; here each one must be data alone.
-            try:
-                load_pickle(file, map_location="cpu", weights_only=True)
-            except Exception as error:
-                raise DamagedError(f"{name} does not load as data alone: {type(error).__name__}") from None
+        try:
+            check_is_data(file)
+        except Exception as error:
+            raise DamagedError(f"{name} does not load as data alone: {type(error).__name__}") from None
     if written_by != processes:
         raise CheckpointError(
             f"{path.name} was written by {written_by} processes, and there are {processes} now: continue with the same "

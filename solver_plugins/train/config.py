@@ -51,6 +51,31 @@ class SolverSection(StrictConfig):
     hints: ClassVar[Mapping[str, str]] = {"options": "The solver's own options are under 'args'."}
 
 
+class ProxPropSection(StrictConfig):
+    """Implicit weight steps: the arguments of ``ProxProp``; ``solver: {name: proxprop, ...}`` is the same."""
+
+    mode: str = Field("cg3", description="'exact', or 'cgN': N steps of conjugate gradients.")
+    tau_theta: float = Field(1.0, gt=0, description="Step size of the implicit step.")
+    gram: Literal["sum", "mean"] = Field("sum", description="'mean' makes tau_theta independent of the batch size.")
+    targets: Names | None = Field(None, description="Layers to precondition; all but the last by default.")
+    exclude: Names | None = Field(None, description="Layers that keep their plain gradient.")
+    skip_last: bool = Field(True, description="Whether the last layer keeps its plain gradient.")
+
+
+class RegularizerSection(StrictConfig):
+    """Structured dropout before the last layer: its mean effect added to the loss, or sampled."""
+
+    name: Literal["dropblock"] = Field("dropblock", description="The family of regularisers.")
+    scheme: str = Field("dropblock", description="'dropout', 'dropblock' (on a grid) or 'overlapping'.")
+    theta: float = Field(0.9, gt=0, le=1, description="The probability that a unit is kept.")
+    block_size: int | None = Field(None, ge=1, description="Units in a block; needed by all but 'dropout'.")
+    how: Literal["deterministic", "sampled"] = Field(
+        "deterministic",
+        description="Add the second-order mean of the loss under dropout to it, or drop units at random.",
+    )
+    classifier: str | None = Field(None, description="Name of the last layer, where it is not found by itself.")
+
+
 class CalibrateSection(StrictConfig):
     """Gives the blocks the scale that their layers had, before training."""
 
@@ -147,7 +172,13 @@ class FinetuneConfig(StrictConfig):
     """Everything about a run. The file itself, the models and the results go to ``output``."""
 
     model: ModelSection
-    solver: SolverSection | None = Field(description="What its layers become; null for the plain model alone.")
+    solver: SolverSection | None = Field(
+        None, description="What its layers become, or {name: proxprop, ...}; null for none."
+    )
+    proxprop: ProxPropSection | None = Field(
+        None, description="Implicit weight steps, by themselves or together with a solver; null for none."
+    )
+    regularizer: RegularizerSection | None = Field(None, description="null for none.")
     calibrate: CalibrateSection | None = Field(None, description="null for none.")
     baseline: bool = Field(True, description="Whether the plain model is trained, too, beside that with a solver.")
     data: DataSection = DataSection()
@@ -178,8 +209,26 @@ class FinetuneConfig(StrictConfig):
         "optimiser": "It is spelled 'optimizer'.",
     }
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _proxprop_as_solver(cls, options: Any) -> Any:
+        """Takes ``solver: {name: proxprop}`` for the section of that name: it changes steps, not layers."""
+        solver = options.get("solver") if isinstance(options, Mapping) else None
+        if not isinstance(solver, Mapping) or solver.get("name") != "proxprop":
+            return options
+        if options.get("proxprop") is not None:
+            raise ValueError("expected solver.name=proxprop or a section proxprop; found both")
+        return {**options, "solver": None, "proxprop": {key: value for key, value in solver.items() if key != "name"}}
+
+    @property
+    def changes(self) -> bool:
+        """Whether there is anything to compare the plain model with."""
+        return any(part is not None for part in (self.solver, self.proxprop, self.regularizer))
+
     @pydantic.model_validator(mode="after")
     def _goes_together(self) -> Self:
+        if not self.changes and "solver" not in self.model_fields_set:
+            raise ValueError("expected a solver, proxprop or a regularizer; write solver: null for the plain model")
         for name, value in (("refresh", self.refresh), ("checkpoints.every", self.checkpoints.every)):
             if value != "epoch" and value < 1:
                 raise ValueError(f"expected {name} to be 'epoch' or at least one step; found {value}")

@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from solver_plugins.blocks import refresh_steps
 from solver_plugins.errors import OptionError
+from solver_plugins.train.additions import Additions
 from solver_plugins.train.checkpoints import Checkpoints
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import Batch, Loaders
@@ -101,6 +102,8 @@ class Loop:
             model, optimizer, loaders.train, loaders.eval
         )
         self.inner: nn.Module = accelerator.unwrap_model(self.model)
+        # The baseline has none of them; an average of the weights, copied above, needs none.
+        self.additions = Additions(config, self.inner, self.optimizer) if name == "solver" else None
         self.mixup, self.loss = self._loss(classes)
         self.progress = Progress()
         kept: list[Any] = [self.progress, StepSizes(self.inner)]
@@ -196,6 +199,9 @@ class Loop:
         with self.accelerator.autocast():
             logits = logits_of(self.model, batch, self.dtype)
         loss: Tensor = self.loss(logits, targets.to(logits.dtype) if targets.is_floating_point() else targets)
+        added = None if self.additions is None else self.additions.penalty(batch)
+        if added is not None:
+            loss = loss + added
         if self.window_size == 1:
             # Before the weights take a step that would spoil them.
             self._stop_unless_finite(self.progress.step + 1, loss, batch)

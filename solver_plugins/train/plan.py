@@ -6,6 +6,7 @@ from typing import Any
 from accelerate.utils import set_seed
 
 from solver_plugins.surgery import Report
+from solver_plugins.train.additions import Additions
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import load_splits, make_loaders
 from solver_plugins.train.loop import make_optimizer, make_schedule
@@ -42,6 +43,9 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         example = example_of(loaders, DTYPES[config.model.dtype])
         optimizer = make_optimizer(config, model)
         make_schedule(config, optimizer, loaders.order.steps)
+        additions = Additions(config, model, optimizer)
+        added = additions.describe()
+        additions.remove()
         report = None if config.solver is None else planned(model, config.solver, example)
         steps = loaders.order.steps * config.epochs
         parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -58,6 +62,7 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
             f"x {config.batch_size // accelerator.num_processes // config.accumulation})",
             f"optimizer: {type(optimizer).__name__}, lr {config.optimizer.lr:g}, "
             + ("constant" if config.schedule is None else f"schedule {config.schedule.sched}"),
+            *added,
             *_cost(report, steps * config.batch_size),
             f"output: {config.output}",
         ]

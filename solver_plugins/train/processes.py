@@ -1,13 +1,12 @@
 """The processes of a run: an Accelerator that knows all of them, and their end."""
 
 import os
-import sys
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate.utils import ProjectConfiguration
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
 
 from solver_plugins.errors import OptionError
 from solver_plugins.train.config import FinetuneConfig
@@ -48,9 +47,25 @@ def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Acceler
             "train alone and write over the others. Launch with `accelerate launch --multi_gpu --num_processes "
             f"{started}` (with ACCELERATE_USE_CPU=true on a machine without GPUs)."
         )
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and not is_sharded(made) and logs is None and first_process():
-        print("FSDP needs GPUs, and there is none here: each process holds the whole model (DDP).", file=sys.stderr)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and made.distributed_type == DistributedType.MULTI_CPU:
+        _shard_over_gloo(made)
+    if is_sharded(made) and not made.is_fsdp2:
+        raise LaunchError(
+            "FSDP 1 flattens weights, which solver blocks have to read as matrices. Set fsdp_version: 2 in the launch "
+            "config, as configs/accelerate/fsdp.yaml does."
+        )
     return made
+
+
+def _shard_over_gloo(made: Accelerator) -> None:
+    """Shards on the CPU, too: torch does it over gloo, and Accelerate only leaves it out of its list of devices."""
+    plugin = FullyShardedDataParallelPlugin()
+    if made.mixed_precision != "no":
+        plugin.set_mixed_precision(made.mixed_precision)
+    made.state.fsdp_plugin = plugin
+    # Each new state takes over what the partial one says.
+    for state in (made.state._shared_state, PartialState._shared_state):
+        state["distributed_type"] = DistributedType.FSDP
 
 
 def first_process() -> bool:

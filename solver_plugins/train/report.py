@@ -47,9 +47,16 @@ def table_rows(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> li
 
 
 def _title(config: FinetuneConfig, name: str) -> str:
-    if name == "solver" and config.solver is not None:
-        return f"solver ({config.solver.name}, iters={config.solver.iters})"
-    return name
+    if name != "solver":
+        return name
+    parts = []
+    if config.solver is not None:
+        parts.append(f"{config.solver.name}, iters={config.solver.iters}")
+    if config.proxprop is not None:
+        parts.append(f"proxprop, {config.proxprop.mode}")
+    if config.regularizer is not None:
+        parts.append(f"{config.regularizer.how} {config.regularizer.scheme}, theta={config.regularizer.theta:g}")
+    return f"solver ({'; '.join(parts)})"
 
 
 def result_table(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> Table:

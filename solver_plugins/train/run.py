@@ -34,8 +34,8 @@ from solver_plugins.train.report import write_report
 
 
 def arms_of(config: FinetuneConfig) -> tuple[str, ...]:
-    """Returns what is trained: the model with its solver and its baseline, or the plain model alone."""
-    if config.solver is None:
+    """Returns what is trained: the model with what the config adds and its baseline, or the plain model alone."""
+    if not config.changes:
         return ("plain",)
     return ("solver", "baseline") if config.baseline else ("solver",)
 
@@ -114,8 +114,7 @@ def make_arm(config: FinetuneConfig, splits: Splits, name: str, processes: int) 
     set_seed(config.seed)
     model = build_model(config, splits)
     loaders = make_loaders(config, splits, model, processes)
-    if name == "solver":
-        assert config.solver is not None
+    if name == "solver" and config.solver is not None:
         convert(model, config.solver, example_of(loaders, DTYPES[config.model.dtype]))
         if config.calibrate is not None:
             _calibrate(config, model, loaders, config.calibrate.batches)

@@ -293,3 +293,19 @@ def test_repr():
     assert repr(ProxProp(net(), "cg3")) == (
         "ProxProp(3 layers, mode='cg3', tau_theta=1.0, gram='sum', skip_last=True)"
     )  # fmt: skip
+
+
+def test_empty_step_before_loading_a_distributed_checkpoint():
+    """torch makes the state of an optimizer by a step of rate zero; no layer has run then, and nothing is wrong."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with ProxProp(model).attach(optimizer):
+        assert get_optimizer_state_dict(model, optimizer)["state"]
+        assert all(torch.equal(one, other) for one, other in zip(before, model.parameters(), strict=True))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        with pytest.raises(LayerNotRunError):
+            optimizer.step()

@@ -2,11 +2,13 @@
 
 import multiprocessing
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load_file
 
+from solver_plugins.errors import SolverPluginsError
 from solver_plugins.train import FinetuneConfig
 
 VIT = {"img_size": 8, "patch_size": 4, "in_chans": 1, "depth": 1, "embed_dim": 32, "act_layer": "relu"}
@@ -61,8 +63,16 @@ def spawning() -> Any:
     return made
 
 
-def run_as(rank: int, world: int, port: int, config: FinetuneConfig, resume: bool = False) -> None:
-    """Runs one of several processes, as a launcher starts it."""
+def run_as(
+    rank: int,
+    world: int,
+    port: int,
+    config: FinetuneConfig,
+    resume: bool = False,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """Runs one of several processes, as a launcher starts it; exits with 2 for a user's mistake, as the command."""
+    os.environ.update(environment or {})
     if world > 1:
         os.environ.update(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
@@ -70,4 +80,8 @@ def run_as(rank: int, world: int, port: int, config: FinetuneConfig, resume: boo
         )  # fmt: skip
     from solver_plugins.train.run import finetune
 
-    finetune(config, resume=resume)
+    try:
+        finetune(config, resume=resume)
+    except SolverPluginsError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

@@ -1,6 +1,7 @@
 """Several processes give what one gives."""
 
 import os
+import pickle
 import shutil
 import socket
 import subprocess
@@ -9,34 +10,44 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from solver_plugins.train import CheckpointError
+from solver_plugins.train.pickles import check_is_data
 from solver_plugins.train.run import finetune
 from tests.train.runs import VIT, everything, run_as, spawning, tiny, weights
 
 ROOT = Path(__file__).parents[2]
 DOUBLE = {"spec": "timm/test_vit", "args": VIT, "dtype": "float64"}
+SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
+           "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+           "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # fmt: skip
+"""What ``accelerate launch`` makes of configs/accelerate/fsdp.yaml."""
 
 
-def in_two_processes(config, resume=False):
+def in_two_processes(config, resume=False, environment=None):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    children = [spawning().Process(target=run_as, args=(rank, 2, port, config, resume)) for rank in range(2)]
+    children = [
+        spawning().Process(target=run_as, args=(rank, 2, port, config, resume, environment)) for rank in range(2)
+    ]
     for child in children:
         child.start()
     for child in children:
-        child.join(120)
+        child.join(240)
     codes = [child.exitcode for child in children]
     for child in children:
         child.kill()
-    assert codes == [0, 0]
+    assert codes == [0, 0], codes
 
 
 def test_two_processes_train_as_one(tmp_path):
-    """Both arms, plain and proxgd; 37 examples to evaluate on are shared out unevenly."""
-    one = finetune(tiny(tmp_path / "one", model=DOUBLE, baseline=True))
-    in_two_processes(tiny(tmp_path / "two", model=DOUBLE, baseline=True))
+    """Both arms, plain and proxgd with all that is added to it; 37 examples are shared out unevenly."""
+    more = {"proxprop": {"mode": "cg3"}, "regularizer": {"theta": 0.8, "block_size": 4}}
+    one = finetune(tiny(tmp_path / "one", model=DOUBLE, baseline=True, **more))
+    in_two_processes(tiny(tmp_path / "two", model=DOUBLE, baseline=True, **more))
     for arm in ("solver", "baseline"):
         alone, shared = weights(tmp_path / "one", arm), weights(tmp_path / "two", arm)
         assert all(value.dtype == torch.float64 for value in alone.values())
@@ -51,9 +62,7 @@ def test_sampling_solvers_repeat_in_two_processes(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
     # Continued from the checkpoint before the last one, where each process has its own random numbers.
     solver = tmp_path / "second" / "solver"
-    shutil.rmtree(max((solver / "checkpoints").iterdir()))
-    shutil.rmtree(solver / "model")
-    (solver / "result.json").unlink()
+    start_again(solver)
     in_two_processes(everything(tmp_path / "second"), resume=True)
     assert all(torch.equal(first[name], value) for name, value in weights(tmp_path / "second").items())
     with pytest.raises(CheckpointError, match="written by 2 processes, and there are 1 now"):
@@ -62,6 +71,54 @@ def test_sampling_solvers_repeat_in_two_processes(tmp_path):
     finetune(everything(tmp_path / "alone"))
     # Each process draws its own masks, so that two are not one.
     assert not all(torch.equal(first[name], value) for name, value in weights(tmp_path / "alone").items())
+
+
+def start_again(folder):
+    """Takes the last checkpoint and the result from a finished run."""
+    shutil.rmtree(max((folder / "checkpoints").iterdir()))
+    shutil.rmtree(folder / "model")
+    (folder / "result.json").unlink()
+
+
+def test_sharded_weights_train_as_one(tmp_path):
+    """FSDP2 over gloo: the weights of one process, also when it goes on from a checkpoint."""
+    more = {"model": DOUBLE, "checkpoints": {"every": 2}, "proxprop": {"mode": "exact"}}
+    finetune(tiny(tmp_path / "one", **more))
+    shared = tiny(tmp_path / "two", **more)
+    in_two_processes(shared, environment=SHARDED)
+    alone = weights(tmp_path / "one")
+    for _ in range(2):
+        found = weights(tmp_path / "two")
+        assert max(float((alone[name] - found[name]).abs().max()) for name in alone) < 1e-10
+        start_again(tmp_path / "two" / "solver")
+        in_two_processes(shared, resume=True, environment=SHARDED)
+
+
+class Harmful:
+    def __reduce__(self):
+        return os.mkdir, ("ran",)
+
+
+def test_sharded_checkpoints_hold_data_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(pickle.UnpicklingError, match=r"posix\.mkdir has no place in a checkpoint"):
+        check_is_data(tmp_path / ".metadata")
+    # An option of an optimiser is a pickle inside of a file that is none.
+    (tmp_path / "__0_0.distcp").write_bytes(made := pickle.dumps(Harmful(), protocol=2))
+    place = _StorageInfo("__0_0.distcp", 0, len(made))
+    contents = Metadata({"lr": BytesStorageMetadata()}, storage_data={MetadataIndex("lr"): place})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(contents))
+    with pytest.raises(pickle.UnpicklingError):
+        check_is_data(tmp_path / ".metadata")
+    assert not (tmp_path / "ran").exists()
+
+
+def test_launches_that_cannot_be_sharded(tmp_path):
+    for changes, environment in (({"ema": {"decay": 0.9}}, SHARDED), ({}, {**SHARDED, "FSDP_VERSION": "1"})):
+        with pytest.raises(AssertionError, match=r"\[2, 2\]"):
+            in_two_processes(tiny(tmp_path / "run", **changes), environment=environment)
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -27,7 +27,8 @@ class _NoDraws(TorchFunctionMode):
     """Leaves the random part of initialisation out: drawing 300 million numbers takes longer than all checks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args else None
+        # torch.nn.init hands its tensor on by name.
+        target = args[0] if args else (kwargs or {}).get("tensor")
         if getattr(func, "__name__", "") in _DRAWS and isinstance(target, Tensor):
             if target.numel() < 64 and not target.is_meta:
                 return func(*args, **(kwargs or {}))

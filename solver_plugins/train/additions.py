@@ -1,0 +1,86 @@
+"""What a config adds to the training of a model, beside solver blocks: implicit weight steps, a regulariser."""
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from solver_plugins.dropblock import ClassifierDropout, StructuredDropoutRegularizer
+from solver_plugins.proxprop import ProxProp
+from solver_plugins.train.config import FinetuneConfig, ProxPropSection, RegularizerSection
+from solver_plugins.train.data import Batch
+
+
+class Additions:
+    """Puts them on a model and its optimiser; neither Parameters nor state dicts change, so that exports are plain.
+
+    Args:
+        config: Of the run.
+        model: The model inside of all wrappers; after sharding, which replaces Parameters.
+        optimizer: Its optimiser, prepared or not.
+
+    Raises:
+        SolverPluginsError: Of some kind, if they do not fit the model.
+    """
+
+    def __init__(self, config: FinetuneConfig, model: nn.Module, optimizer: Optimizer):
+        self.regularizer: StructuredDropoutRegularizer | None = None
+        self.dropout: ClassifierDropout | None = None
+        self.proxprop: ProxProp | None = None
+        if config.regularizer is not None:
+            self._regularize(config.regularizer, model)
+        if config.proxprop is not None:
+            self._precondition(config.proxprop, model, optimizer)
+
+    def _regularize(self, section: RegularizerSection, model: nn.Module) -> None:
+        options = (section.scheme, section.theta, section.block_size)
+        if section.how == "sampled":
+            self.dropout = ClassifierDropout(model, *options, classifier=section.classifier)
+        else:
+            self.regularizer = StructuredDropoutRegularizer(
+                model, *options, loss="cross_entropy_second_order", classifier=section.classifier
+            )
+
+    def _precondition(self, section: ProxPropSection, model: nn.Module, optimizer: Optimizer) -> None:
+        made = ProxProp(model, **section.options())
+        try:
+            self.proxprop = made.attach(optimizer)
+        except Exception:
+            made.detach()
+            raise
+
+    def penalty(self, batch: Batch) -> Tensor | None:
+        """Returns what is added to the loss of the pass just made; None for nothing."""
+        if self.regularizer is None:
+            return None
+        rows = self.regularizer.row_shape
+        if rows is not None and len(rows) == 2 and "attention_mask" in batch:
+            # A classifier of every token, of which transformers keeps the last one's logits.
+            return self.regularizer(_last_tokens(batch["attention_mask"]))
+        return self.regularizer()
+
+    def describe(self) -> list[str]:
+        """Returns a sentence about each of them, for the plan of a run."""
+        lines = []
+        if self.proxprop is not None:
+            lines.append(f"proxprop: {self.proxprop.mode}, tau_theta {self.proxprop.tau_theta:g}, on "
+                         f"{len(self.proxprop.layers)} layers")  # fmt: skip
+        if self.regularizer is not None:
+            lines.append(f"regularizer: mean effect of {self.regularizer.scheme} before {self.regularizer.name!r}")
+        if self.dropout is not None:
+            lines.append(f"regularizer: {self.dropout.scheme}, sampled before {self.dropout.name!r}")
+        return lines
+
+    def remove(self) -> None:
+        """Takes them off again."""
+        for one in (self.regularizer, self.dropout):
+            if one is not None:
+                one.remove()
+        if self.proxprop is not None:
+            self.proxprop.detach()
+
+
+def _last_tokens(mask: Tensor) -> Tensor:
+    """Marks the last real token of each text, whichever side is padded."""
+    places = torch.arange(mask.shape[1], device=mask.device)
+    last = (places * mask).argmax(-1, keepdim=True)
+    return places == last
