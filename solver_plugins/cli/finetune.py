@@ -12,7 +12,9 @@ from solver_plugins.train.config import read_config
 
 
 def finetune(
-    config: Annotated[Path, typer.Argument(help="A YAML or JSON file; see configs/recipes.", show_default=False)],
+    config: Annotated[
+        Path | None, typer.Argument(help="A YAML or JSON file; see configs/recipes.", show_default=False)
+    ] = None,
     changes: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the config, such as optimizer.lr=1e-4."),
@@ -24,8 +26,18 @@ def finetune(
         bool, typer.Option("--resume", help="Continue the run in the output folder, or start where there is none.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
+    options: Annotated[
+        bool, typer.Option("--options", help="Print every option of a config, with its default and meaning.")
+    ] = False,
 ) -> None:
     """Finetunes a model with solver blocks and its plain baseline, on one process or many (accelerate launch)."""
+    if options:
+        from solver_plugins.train.options import list_options
+
+        print(list_options(), end="")
+        return
+    if config is None:
+        raise typer.BadParameter("expected a YAML or JSON file; see configs/recipes, or --options", param_hint="CONFIG")
     settings = read_config(config, changes or ())
 
     # Imported here: a mistake in the config is told at once.

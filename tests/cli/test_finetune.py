@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from solver_plugins.train import read_config
+from solver_plugins.train import FinetuneConfig, read_config
 from tests.cli.test_app import run
 from tests.train.runs import tiny
 
@@ -85,3 +85,20 @@ def test_output_of_another_run(capsys, config, tmp_path):
     code, _, err = run(capsys, "finetune", str(config))
     assert code == 2 and "already holds a run" in err
     assert (tmp_path / "run" / "config.yaml").read_text() == "a run"
+
+
+def test_options_are_those_of_the_docs(capsys):
+    """Paste the output of ``solver-plugins finetune --options`` into docs/finetuning.md where this fails."""
+    code, out, _ = run(capsys, "finetune", "--options")
+    assert code == 0 and out in (RECIPES.parents[1] / "docs" / "finetuning.md").read_text()
+
+
+def test_a_config_is_needed(capsys):
+    code, _, err = run(capsys, "finetune")
+    assert code == 2 and "--options" in err
+
+
+def test_example_of_the_docs_is_a_config():
+    text = (RECIPES.parents[1] / "docs" / "finetuning.md").read_text()
+    example = text.partition("## Your own images\n\n```yaml\n")[2].partition("```")[0]
+    assert FinetuneConfig.from_yaml(example).solver.name == "proxgd"

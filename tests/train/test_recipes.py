@@ -24,6 +24,8 @@ CONVERTED = {
     "timm_resnet50": [f"layer4.{block}.conv{number}" for block in range(3) for number in (1, 2)],
     "timm_vit": ["head"],
     "hf_bert_text": ["classifier"],
+    "efficientnet_lite0_cifar10": ["conv_head"],
+    "minilm_text": ["classifier"],
 }
 """What each recipe turns into solvers."""
 
@@ -49,6 +51,8 @@ def changes(config, folder):
     split = datasets.DatasetDict({"train": rows, config.data.eval: rows})
     split.save_to_disk(folder / "data")
     small = ["data.train=train", "data.workers=0", "batch_size=10", "model.pretrained=false"]
+    if config.model.weights is not None:
+        small += ["model.weights=null", "model.in_order=false"]
     return [f"data.name={folder / 'data'}", *small, *more]
 
 

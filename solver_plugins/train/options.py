@@ -1,0 +1,36 @@
+"""All options of a run in one listing: names, defaults and meanings, as they stand in the config's fields."""
+
+from typing import Any
+
+import pydantic
+import yaml
+from pydantic_core import PydanticUndefined
+
+from solver_plugins.config import StrictConfig, _Dumper, _models_in
+from solver_plugins.train.config import FinetuneConfig
+
+
+def list_options() -> str:
+    """Returns every option with its default, as YAML with comments; sections that are off by default are so marked."""
+    return "\n".join(_lines(FinetuneConfig, "")) + "\n"
+
+
+def _lines(model: type[pydantic.BaseModel], indent: str) -> list[str]:
+    lines = []
+    for name, field in model.model_fields.items():
+        inner = [one for one in _models_in(field.annotation) if issubclass(one, StrictConfig)]
+        if inner:
+            about = (inner[0].__doc__ or "").strip().splitlines()[0].replace("``", "")
+            off = field.default is None
+            lines += [f"{indent}{name}:  # {about}{' Off by default (null).' if off else ''}"]
+            lines += _lines(inner[0], indent + "  ")
+        else:
+            lines.append(f"{indent}{name}: {_default(field)}  # {field.description}")
+    return lines
+
+
+def _default(field: Any) -> str:
+    if field.default is PydanticUndefined:
+        return "..."
+    text: str = yaml.dump(field.default, Dumper=_Dumper, default_flow_style=True)
+    return text.replace("\n...\n", "").strip()
