@@ -43,6 +43,7 @@ from solver_plugins.surgery import (
 )
 
 if TYPE_CHECKING:
+    from solver_plugins.integrations.proxprop_callback import ProxPropCallback
     from solver_plugins.integrations.trainer import SolverCallback
 
 try:
@@ -52,6 +53,7 @@ except PackageNotFoundError:  # A source tree that was never installed.
 
 __all__ = [
     "ProxProp",
+    "ProxPropCallback",
     "SolverBlock",
     "SolverCallback",
     "SolverConv1d",
@@ -93,6 +95,10 @@ def __getattr__(name: str) -> Any:
         from solver_plugins.integrations.trainer import SolverCallback
 
         return SolverCallback
+    if name == "ProxPropCallback":
+        from solver_plugins.integrations.proxprop_callback import ProxPropCallback
+
+        return ProxPropCallback
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

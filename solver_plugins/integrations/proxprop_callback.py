@@ -1,0 +1,43 @@
+"""transformers' Trainer with implicit weight steps."""
+
+from typing import Any
+
+from transformers.trainer_callback import TrainerCallback
+
+from solver_plugins.proxprop import ProxProp
+
+
+class ProxPropCallback(TrainerCallback):
+    """Preconditions the gradients of a Trainer: ``Trainer(..., callbacks=[ProxPropCallback(mode="cg3")])``.
+
+    The Trainer clips gradients before its optimizer steps, so ``max_grad_norm`` is about plain gradients. Nothing is
+    kept between two steps: checkpoints are as they were, and a resumed run is the same run.
+
+    Args:
+        options: Those of :class:`ProxProp` but for the model.
+
+    Attributes:
+        proxprop: The ProxProp of the training under way or last ended; None before.
+
+    Raises:
+        OptionError, TargetError, UnsupportedLayerError: When training begins, as ``ProxProp`` does.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.proxprop: ProxProp | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """Begins to listen."""
+        self._stop()
+        self.proxprop = ProxProp(model, **self.options).attach(optimizer)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Takes everything off the model and the optimizer."""
+        self._stop()
+
+    def _stop(self) -> None:
+        if self.proxprop is not None:
+            self.proxprop.detach()
