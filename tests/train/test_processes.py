@@ -132,10 +132,11 @@ def test_accelerate_launch(tmp_path, config):
     done = subprocess.run(
         [
             Path(sys.executable).with_name("accelerate"), "launch", "--config_file",
-            ROOT / "configs" / "accelerate" / f"{config}.yaml", *SMALLER.get(config, ()), "-m", "solver_plugins.cli", "finetune",
-            tmp_path / "run.yaml",
+            ROOT / "configs" / "accelerate" / f"{config}.yaml", *SMALLER.get(config, ()),
+            "-m", "solver_plugins.cli", "finetune", tmp_path / "run.yaml",
         ],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Report:") == 1
