@@ -76,8 +76,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "textnet": {"image_size": [64, 64]},
     "timm_wrapper": {"architecture": "test_resnet"},
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16,
-              "layers_block_type": ["linear_attention", "hybrid"]},
+    # Two hybrid layers: their attention is one module, which transformers ties.
+    "zamba": {"attention_hidden_size": 64, "attention_head_dim": 16, "num_hidden_layers": 3, "mamba_dt_rank": 2,
+              "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8, "kv_channels": 8,
                "layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1], "intermediate_size": 64,
                "chunk_size": 8, "mamba_d_state": 8},
