@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from solver_plugins.blocks.layer import LayerBlock
 from solver_plugins.errors import InputError, OptionError
@@ -106,6 +105,8 @@ def calibrate(
     wanted = {name: _Moments() for name in blocks}
     matching = {name: _Matching(wanted[name]) for name in blocks}
     plain = SOLVERS.get("proxgd").from_options(iters=1)
+    from tqdm.auto import tqdm
+
     with tqdm(total=2 * len(kept), desc="calibrate", unit="batch", disable=not progress, leave=False) as bar:
         with _observed(model, blocks, wanted, plain):
             _pass(model, kept, run, bar)

@@ -3,10 +3,10 @@
 import io
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,16 @@ class DropoutReport:
         return json.dumps(self.to_dict(), indent=2)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         console = Console(file=io.StringIO(), width=150)
         console.print(self.table())
         return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
 
-    def table(self) -> Table:
+    def table(self) -> "Table":
         """Returns the report as a rich table; dropouts left alone for one reason share a line."""
+        from rich.table import Table
+
         title = f"{self.model}: {len(self.converted)} of {len(self.rows)} dropouts become {self.scheme}"
         table = Table(title=title, title_justify="left")
         for heading in ("dropout", "class", "sees", "p", "blocks over", "becomes"):

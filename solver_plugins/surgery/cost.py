@@ -7,12 +7,12 @@ multiplies by masks, so its products are those of the whole layer, however few f
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from solver_plugins.blocks.run import run_block
 from solver_plugins.operators import Geometry, LinearOperator, operator_from_kernel, read_layer
@@ -129,10 +129,18 @@ def _operator(problem: _Problem) -> tuple[LinearOperator, LinearOperator]:
     return plain, folded
 
 
+def _counter() -> Any:
+    # Imported here: it brings triton with it, which takes as long as the rest of this package.
+    from torch.utils.flop_counter import FlopCounterMode
+
+    return FlopCounterMode(display=False)
+
+
 def _flops(work: Callable[[], Tensor]) -> int:
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
+    with _counter() as counter, torch.no_grad():
         work()
-    return counter.get_total_flops()
+    total: int = counter.get_total_flops()
+    return total
 
 
 def _run(problem: _Problem, solver: Solver, prior: Prior) -> tuple[int, int]:
@@ -146,7 +154,7 @@ def _run(problem: _Problem, solver: Solver, prior: Prior) -> tuple[int, int]:
         kept.setdefault(tensor.untyped_storage()._cdata, tensor)
         return tensor
 
-    with FlopCounterMode(display=False) as counter:
+    with _counter() as counter:
         c = plain.apply(u) if problem.behind else None
         with saved_tensors_hooks(keep, lambda tensor: tensor):
             additive = None

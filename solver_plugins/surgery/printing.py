@@ -7,13 +7,12 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+# rich is imported where something is shown: `import solver_plugins` does not wait for it.
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, Group, RenderableType
+    from rich.table import Table
 
 WIDEST = 160
 PIPE = 100
@@ -29,7 +28,7 @@ class Printable:
         """Returns the report as plain data."""
         raise NotImplementedError
 
-    def parts(self, width: int) -> list[RenderableType]:
+    def parts(self, width: int) -> "list[RenderableType]":
         """Returns what is shown, from top to bottom, in that many columns."""
         raise NotImplementedError
 
@@ -41,18 +40,22 @@ class Printable:
         """Returns the report as JSON text; what is not a finite number is null."""
         return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
 
-    def table(self, width: int | None = None) -> Group:
+    def table(self, width: int | None = None) -> "Group":
         """Returns what ``print`` shows as something that rich can print.
 
         Args:
             width: Columns to make use of; by default those of the terminal.
         """
+        from rich.console import Group
+
         return Group(*self.parts(_width() if width is None else width))
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> "Iterator[RenderableType]":
         yield from self.parts(options.max_width)
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         width = _width()
         console = Console(file=io.StringIO(), width=width, color_system=None)
         console.print(self.table(width))
@@ -66,16 +69,22 @@ class Printable:
         return f"<pre style='white-space: pre'>{html.escape(str(self))}</pre>"
 
 
-def plain_table(headings: Sequence[str], right: Iterable[str]) -> Table:
+def plain_table(headings: Sequence[str], right: Iterable[str]) -> "Table":
     """Returns an empty table: a line under its headings, numbers to the right, names folded where room is short."""
+    from rich import box
+    from rich.table import Table
+
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="right" if heading in right else "left", overflow="fold", no_wrap=place > 0)
     return table
 
 
-def sentence(text: str, style: str = "", indent: int = 0) -> RenderableType:
+def sentence(text: str, style: str = "", indent: int = 0) -> "RenderableType":
     """Returns a paragraph; square brackets in names are no markup."""
+    from rich.padding import Padding
+    from rich.text import Text
+
     return Padding(Text(text, style=style), (0, 0, 0, indent)) if indent else Text(text, style=style)
 
 

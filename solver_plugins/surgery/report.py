@@ -2,11 +2,9 @@
 
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rich.console import RenderableType
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from solver_plugins.blocks.fold import reference_diagonal
 from solver_plugins.operators import kernel_of, lipschitz_constant, operator_for
@@ -28,6 +26,9 @@ from solver_plugins.surgery.printing import (
     without_numbers,
 )
 from solver_plugins.surgery.select import Chosen
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 CHANGES_SCALE = "changes the network's scale: use calibrate(model, batches) or blend="
 """What is said of norm and skip patterns, whose every further iteration makes the activations larger."""
@@ -141,7 +142,7 @@ class Report(Printable):
             f"iters={self.options['iters']}"
         )
 
-    def parts(self, width: int) -> list[RenderableType]:
+    def parts(self, width: int) -> "list[RenderableType]":
         """Returns headline, table of the blocks, totals, warnings, and what is left alone for which reason."""
         shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
         if self.converted:
@@ -193,6 +194,8 @@ def inspect_model(
     batch = _batch_of(keywords.get("example_inputs"))
     rows = []
     # Without a terminal (disable=None) there is no bar.
+    from tqdm.auto import tqdm
+
     for block in tqdm(plan.blocks, "blocks", leave=False, disable=None if progress else True):
         one = chosen.get(block.name)
         rows.append(_left_row(plan, block, batch) if one is None else _chosen_row(plan, one, lipschitz, batch))
@@ -286,7 +289,7 @@ def _feature_dim(block: Block) -> int:
     return 1 if isinstance(block.module, nn.modules.conv._ConvNd) and len(block.output_shape) > 1 else -1
 
 
-def _table(rows: list[Row], width: int) -> RenderableType:
+def _table(rows: list[Row], width: int) -> "RenderableType":
     roomy = width >= ROOMY
     sampled = any(row.tau is not None for row in rows)
     headings = ["layer", "pattern", *(["shape"] if roomy else []), *(["p, tau"] if sampled else []), "prior"]

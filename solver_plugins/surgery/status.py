@@ -3,10 +3,9 @@
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import RenderableType
 from torch import Tensor, nn
 
 from solver_plugins.blocks import ChainBlock, LayerBlock
@@ -17,6 +16,9 @@ from solver_plugins.surgery.errors import ConversionError
 from solver_plugins.surgery.printing import ROOMY, Printable, number, plain_table, sentence
 from solver_plugins.surgery.report import CHANGES_SCALE
 from solver_plugins.surgery.watch import Seen, left_as_it_was, watch_pass
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 CONVERGED = 1e-3
 """Relative residual at which a solve counts as converged."""
@@ -132,7 +134,7 @@ class SolverReport(Printable):
         count = f"{len(self.blocks)} solver block{'s' if len(self.blocks) > 1 else ''}"
         return f"{self.model}: {count} ({'; '.join(kinds)}), {'training' if self.training else 'evaluation'} mode"
 
-    def parts(self, width: int) -> list[RenderableType]:
+    def parts(self, width: int) -> "list[RenderableType]":
         """Returns headline, table and warnings."""
         shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
         shown += [_table(self.blocks, width), sentence("")]
@@ -265,7 +267,7 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
-def _table(blocks: tuple[BlockStatus, ...], width: int) -> RenderableType:
+def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     passed, roomy = any(block.calls is not None for block in blocks), width >= ROOMY
     columns: dict[str, list[str]] = {"layer": [block.name for block in blocks]}
     if roomy:
