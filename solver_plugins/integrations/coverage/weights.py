@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import init
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
@@ -41,13 +42,15 @@ def undrawn_weights() -> Iterator[None]:
     """Within it, modules are made without drawing random weights; see :func:`fill_weights`."""
     from timm.layers import weight_init
 
-    truncated = weight_init._trunc_normal_
+    truncated, torchs = weight_init._trunc_normal_, init._no_grad_trunc_normal_
     weight_init._trunc_normal_ = lambda tensor, *rest: tensor
+    # torch draws again until all numbers lie between the bounds, which undrawn ones never may.
+    init._no_grad_trunc_normal_ = lambda tensor, *rest, **options: tensor.detach().zero_()
     try:
         with _NoDraws():
             yield
     finally:
-        weight_init._trunc_normal_ = truncated
+        weight_init._trunc_normal_, init._no_grad_trunc_normal_ = truncated, torchs
 
 
 class _Numbers:
