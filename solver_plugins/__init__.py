@@ -27,7 +27,9 @@ from solver_plugins.dropblock import (
     inspect_dropout,
     revert_dropout,
 )
+from solver_plugins.equilibrium import DeepOptEq, OptEqLayer
 from solver_plugins.integrations import load, save
+from solver_plugins.integrations.heads import attach_opteq_head, remove_opteq_head
 from solver_plugins.integrations.hooks import register_with_hosts
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
@@ -52,6 +54,8 @@ except PackageNotFoundError:  # A source tree that was never installed.
     __version__ = "0.0.0"
 
 __all__ = [
+    "DeepOptEq",
+    "OptEqLayer",
     "ProxProp",
     "ProxPropCallback",
     "SolverBlock",
@@ -62,6 +66,7 @@ __all__ = [
     "SolverLinear",
     "StructuredDropoutRegularizer",
     "apply_conversion",
+    "attach_opteq_head",
     "calibrate",
     "conversion_of",
     "convert_dropout",
@@ -76,6 +81,7 @@ __all__ = [
     "prox_for",
     "refresh_steps",
     "register_solver",
+    "remove_opteq_head",
     "revert_dropout",
     "revert_model",
     "save",

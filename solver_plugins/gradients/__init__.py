@@ -1,6 +1,8 @@
 """How gradients pass through a solve. Nothing here knows ``nn.Module``."""
 
+from solver_plugins.gradients.attach import with_adjoint
+from solver_plugins.gradients.conjugate import conjugate_gradients
 from solver_plugins.gradients.differentiate import differentiable_solve
 from solver_plugins.gradients.implicit import solve_implicit
 
-__all__ = ["differentiable_solve", "solve_implicit"]
+__all__ = ["conjugate_gradients", "differentiable_solve", "solve_implicit", "with_adjoint"]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from solver_plugins.gradients.conjugate import conjugate_gradients
 from solver_plugins.solvers import BlockProblem
 
 
@@ -61,24 +62,13 @@ class AdjointSystem:
     def conjugate_gradients(self, w: Tensor, iterations: int) -> Tensor:
         """Solves the symmetric form per sample, from zero; a sample that is done no longer moves."""
         assert self.diagonal is not None
-        root, inner = self.diagonal.sqrt(), self.problem.operator.inner
-        residual = root * self.smooth(w)
-        z = torch.zeros_like(residual)
-        direction = residual
-        size = inner(residual, residual)
-        # Below the rounding error of the right-hand side a further step only adds noise.
-        done_below = size * torch.finfo(size.dtype).eps ** 2
-        for _ in range(iterations):
-            product = direction - root * self.smooth(root * direction)
-            curvature = inner(direction, product)
-            moving = (size > done_below) & (curvature > 0)
-            alpha = torch.where(moving, size / torch.where(moving, curvature, 1.0), 0.0)
-            z = z + alpha * direction
-            residual = residual - alpha * product
-            new_size = torch.where(moving, inner(residual, residual), size)
-            ratio = new_size / torch.where(moving, size, 1.0)
-            direction = torch.where(moving, residual + ratio * direction, direction)
-            size = new_size
+        root = self.diagonal.sqrt()
+        z, _, _ = conjugate_gradients(
+            lambda direction: direction - root * self.smooth(root * direction),
+            root * self.smooth(w),
+            self.problem.operator.problem_dims,
+            iterations,
+        )
         return w + root * z
 
     def fixed_point(self, w: Tensor, iterations: int) -> Tensor:

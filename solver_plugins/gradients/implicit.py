@@ -6,48 +6,14 @@ there is no such check: a data-dependent branch would break the graph.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from solver_plugins.errors import DoubleBackwardError, NotConvergedWarning, warn
+from solver_plugins.errors import NotConvergedWarning, warn
 from solver_plugins.gradients.adjoint import AdjointSystem
+from solver_plugins.gradients.attach import with_adjoint
 from solver_plugins.solvers import BlockProblem, Solution, Solver, State, solve
-
-
-class _AdjointSolve(torch.autograd.Function):
-    """The identity, with a linear solve as its backward.
-
-    Differentiating that once more would be wrong, so it is refused.
-    """
-
-    @staticmethod
-    def forward(v: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
-        return v.view_as(v)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.adjoint = inputs[1]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # @once_differentiable alone lets a second derivative pass, silently without this term, where the incoming
-        # gradient is a constant (loss = out.sum() + ...).
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise DoubleBackwardError(
-                "Expected a first derivative only; found create_graph=True, or a torch.func transform, which always "
-                "records, through a block with gradient='implicit'. Use gradient='unrolled', whose derivatives of any "
-                "order are right."
-            )
-        return _AdjointSolve._solve(ctx, grad), None
-
-    @staticmethod
-    @once_differentiable
-    def _solve(ctx: Any, grad: Tensor) -> Tensor:
-        return ctx.adjoint(grad)
 
 
 def solve_implicit(
@@ -101,7 +67,7 @@ def solve_implicit(
     x = problem.prior.prox(v, problem.step)
     image = problem.descend(x, problem.gradient(x), problem.step)
     system = AdjointSystem.at(_detached(problem), v)
-    attached = v + _AdjointSolve.apply(image - image.detach(), lambda w: _adjoint(solver, system, w))
+    attached = v + with_adjoint(image - image.detach(), lambda w: _adjoint(solver, system, w))
     return Solution(solver, problem, State(attached, problem.step), solution.diagnostics, first)
 
 

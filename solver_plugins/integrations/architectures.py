@@ -1,15 +1,19 @@
-"""The small networks of "Deep Layers as Stochastic Solvers" (section 4) as timm models: LeNet and AlexNet for CIFAR.
+"""The papers' small networks as timm models.
 
-The paper gives no widths. LeNet has those of LeCun et al. with ReLU and max-pooling; AlexNet those that are usual for
-its one-column form, adapted to 32x32 images as the paper's footnote 1 says. There are no pretrained weights.
+LeNet and AlexNet for CIFAR of "Deep Layers as Stochastic Solvers" (section 4), and the convolutional equilibrium of
+"Optimization Induced Equilibrium Networks" (section 5.2).
+
+The first paper gives no widths. LeNet has those of LeCun et al. with ReLU and max-pooling; AlexNet those that are usual
+for its one-column form, adapted to 32x32 images as the paper's footnote 1 says. There are no pretrained weights.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
+from solver_plugins.equilibrium import DeepOptEq, OptEqLayer
 from solver_plugins.errors import OptionError, ShapeError, did_you_mean
 
 CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
@@ -178,6 +182,79 @@ class CifarAlexNet(_Classified):
         return x if pre_logits else self.fc(x)
 
 
+class OptEqNet(_Classified):
+    """A convolutional equilibrium (Table 1b): one convolution, five layers in equilibrium, pooling, a classifier.
+
+    The paper gives the hidden channels of the five 3x3 convolutions, a single convolution as feature extractor, and
+    162k parameters. The widths that are left, of the state and of the extractor, are chosen to meet that number: 48 and
+    96, with 1x1 convolutions as ``U``. ``forward_features`` returns the equilibrium, feature maps of the input's
+    resolution (over ``stride``), for a segmentation head to read.
+
+    Args:
+        num_classes: How many classes; 0 for features.
+        in_chans: Channels of the image.
+        drop_rate: Rate of a dropout before the classifier; the paper has none.
+        state: Channels of the equilibrium.
+        extracted: Channels of the feature extractor.
+        hidden: Channels of the layers.
+        stride: Of the feature extractor.
+        alpha: Step of the layers.
+        iters: Iterations; 20 in the paper.
+        grad: "unrolled" (paper) or "implicit".
+        solver: A registered equilibrium solver; the paper has "sam" and "fixed_point".
+        regularizer: A feature regulariser, by name or as ``{"name": ..., ...}``.
+        lam: Its weight.
+        activation: Name of an allowed activation.
+        constraint: How ``|W|`` stays bounded: "aol", or "none" (paper: by its initialisation).
+        norm: Bound on ``|W|``.
+        device: Where to make the weights.
+        dtype: Their type.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        drop_rate: float = 0.0,
+        state: int = 48,
+        extracted: int = 96,
+        hidden: tuple[int, ...] = (16, 32, 64, 64, 128),
+        stride: int = 1,
+        alpha: float = 0.8,
+        iters: int = 20,
+        grad: str | None = None,
+        solver: str = "anderson",
+        regularizer: Any = None,
+        lam: float = 0.1,
+        activation: str = "relu",
+        constraint: Literal["aol", "none"] = "aol",
+        norm: float = 0.9,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(state, num_classes, in_chans, drop_rate)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        own: dict[str, Any] = {"activation": activation, "constraint": constraint, "norm": norm, "inject_size": 1}
+        self.conv1 = nn.Conv2d(in_chans, extracted, 3, stride, 1, bias=False, **made)
+        self.bn1 = nn.BatchNorm2d(extracted, **made)
+        layers = [OptEqLayer.conv2d(state, extracted, width, **own, **made) for width in hidden]
+        options = {} if grad is None else {"grad": grad}
+        self.equilibrium = DeepOptEq(
+            layers, alpha, solver=solver, regularizer=regularizer, lam=lam, iters=iters, **options
+        )
+        self.head_drop = nn.Dropout(drop_rate)
+        self.fc = _classifier(state, num_classes, made)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Returns the equilibrium, ``[batch, state, height / stride, width / stride]``."""
+        return self.equilibrium(self.bn1(self.conv1(x)))
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Returns the logits, or with ``pre_logits`` the features that the classifier reads."""
+        x = self.head_drop(x.mean((2, 3)))
+        return x if pre_logits else self.fc(x)
+
+
 def _classifier(features: int, classes: int, made: dict[str, Any]) -> nn.Module:
     return nn.Linear(features, classes, **made) if classes > 0 else nn.Identity()
 
@@ -198,7 +275,9 @@ def _config() -> dict[str, Any]:
     }
 
 
-default_cfgs = generate_default_cfgs({"solver_lenet.untrained": _config(), "solver_alexnet.untrained": _config()})
+default_cfgs = generate_default_cfgs(
+    {f"{name}.untrained": _config() for name in ("solver_lenet", "solver_alexnet", "solver_opteq")}
+)
 
 
 @register_model
@@ -211,6 +290,12 @@ def solver_lenet(pretrained: bool = False, **kwargs: Any) -> LeNet:
 def solver_alexnet(pretrained: bool = False, **kwargs: Any) -> CifarAlexNet:
     """AlexNet of the paper, for 32x32 images."""
     return _build(CifarAlexNet, "solver_alexnet", pretrained, kwargs)
+
+
+@register_model
+def solver_opteq(pretrained: bool = False, **kwargs: Any) -> OptEqNet:
+    """Convolutional equilibrium; ``solver``, ``grad`` and ``regularizer`` choose the paper's variants."""
+    return _build(OptEqNet, "solver_opteq", pretrained, kwargs)
 
 
 def _build(made: type[_Classified], name: str, pretrained: bool, arguments: dict[str, Any]) -> Any:

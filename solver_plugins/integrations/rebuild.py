@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from solver_plugins.integrations.heads import head_of, remove_opteq_head
+from solver_plugins.integrations.replay import is_converted
 from solver_plugins.surgery import revert_model
 from solver_plugins.surgery.clone import clone, to_meta
 
@@ -13,8 +15,11 @@ _MODES = {"training", "inplace", "grad_checkpointing"}
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Returns a converted model as it was before, without weights; the model is only read."""
-    return revert_model(clone(model, to_meta)[0])
+    """Returns a converted model, or one with a head, as it was before, without weights; the model is only read."""
+    copied = clone(model, to_meta)[0]
+    if head_of(copied) is not None:
+        remove_opteq_head(copied)
+    return revert_model(copied) if is_converted(copied) else copied
 
 
 def differences(model: nn.Module, made: nn.Module) -> list[str]:

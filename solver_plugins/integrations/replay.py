@@ -1,12 +1,14 @@
-"""A saved conversion, read with care: a model that needs a solver is never handed out without it."""
+"""A saved conversion or head, read with care: a model that needs a solver is never handed out without it."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
+from solver_plugins.blocks import ChainBlock, SolverBlock
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.integrations.errors import LoadingError
+from solver_plugins.integrations.heads import HeadRecord
 from solver_plugins.prox import PRIORS
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery import Conversion, apply_conversion
@@ -41,6 +43,35 @@ def read_conversion(data: Any, source: str) -> Conversion:
     _need("solver", (block.solver for block in conversion.blocks), SOLVERS, source)
     _need("prior", (block.prior for block in conversion.blocks if block.partner is None), PRIORS, source)
     return conversion
+
+
+def written_additions(conversion: Conversion | None, head: HeadRecord | None) -> dict[str, Any]:
+    """Returns what was done to a plain model as plain data, for :func:`read_additions`."""
+    parts = {"conversion": conversion, "head": head}
+    return {name: part.options() for name, part in parts.items() if part is not None}
+
+
+def read_additions(data: Any, source: str) -> tuple[Conversion | None, HeadRecord | None]:
+    """Reads what was done to a plain model: a conversion, a head, or both.
+
+    Raises:
+        LoadingError: If there is neither, or it is damaged, or needs something that is not registered.
+    """
+    data = data if isinstance(data, dict) else {}
+    head = None
+    if data.get("head") is not None:
+        try:
+            head = HeadRecord.parse(data["head"], owner=f"The head in {source}")
+        except SolverPluginsError as error:
+            raise LoadingError(f"{error} The file is damaged, or of another version of solver_plugins.") from error
+    if head is not None and data.get("conversion") is None:
+        return None, head
+    return read_conversion(data.get("conversion"), source), head
+
+
+def is_converted(model: nn.Module) -> bool:
+    """Whether a model holds a solver block."""
+    return any(isinstance(module, (SolverBlock, ChainBlock)) for module in model.modules())
 
 
 def replay(model: nn.Module, conversion: Conversion, source: str) -> nn.Module:

@@ -10,7 +10,8 @@ from torch import nn
 
 from solver_plugins.integrations.errors import LoadingError, SavingError
 from solver_plugins.integrations.folder import existing_folder, new_folder
-from solver_plugins.integrations.replay import read_conversion, replay
+from solver_plugins.integrations.heads import attach_again, head_of, remove_opteq_head
+from solver_plugins.integrations.replay import is_converted, read_additions, replay, written_additions
 from solver_plugins.integrations.tensors import read_weights, write_weights
 from solver_plugins.surgery import conversion_of
 from solver_plugins.surgery.model_config import QUANT_METHOD, is_pretrained_model
@@ -28,12 +29,13 @@ def save(
     kind: Kind | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a converted model: weights as safetensors, everything else as JSON.
+    """Saves a converted model, or one with an equilibrium head: weights as safetensors, everything else as JSON.
 
-    The weights are those of the plain model, under the same names. A timm model's folder is one for timm's
-    ``local-dir:``, a transformers model is saved by its ``save_pretrained``; any other module is saved as weights and
-    conversion, and needs to be built again by its owner. The folder is written as a whole: an interrupted save leaves
-    what was there before. In a run of several processes, call it in one of them.
+    The weights are those of the plain model, under the same names, and those of its head. A timm model's folder is one
+    for timm's ``local-dir:``, a transformers model is saved by its ``save_pretrained`` (one with a head: for
+    :func:`load` alone); any other module is saved as weights and conversion, and needs to be built again by its owner.
+    The folder is written as a whole: an interrupted save leaves what was there before. In a run of several processes,
+    call it in one of them.
 
     Args:
         model: The converted model.
@@ -48,7 +50,9 @@ def save(
         SavingError: If the folder is taken, or the model could not be loaded again.
     """
     _refuse_wrapped(model)
-    conversion = conversion_of(model)
+    head = head_of(model)
+    # A model with a head need not be converted; without one, it raises if it is not.
+    conversion = conversion_of(model) if head is None or is_converted(model) else None
     kind = kind or _kind_of(model)
     if kind not in ("timm", "transformers", "torch"):
         raise SavingError(f"Expected kind 'timm', 'transformers' or 'torch'; found {kind!r}.")
@@ -57,19 +61,21 @@ def save(
     if kind == "timm":
         from solver_plugins.integrations.timm import config_for
 
-        config = config_for(model, conversion, model_args)
+        config = config_for(model, conversion, head, model_args)
     with new_folder(folder, overwrite) as made:
         if kind == "transformers":
             from solver_plugins.integrations.transformers import save_model
 
             save_model(model, made)
-            return
-        write_weights(model, made)
+            if head is None:
+                return
+        else:
+            write_weights(model, made)
         if kind == "timm":
             _write_json(made / CONFIG, config)
         else:
             label = f"{type(model).__module__}.{type(model).__qualname__}"
-            _write_json(made / CONVERSION, {"model": label, "conversion": conversion.options()})
+            _write_json(made / CONVERSION, {"model": label, **written_additions(conversion, head)})
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
@@ -89,6 +95,11 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     place = existing_folder(folder)
     source = repr(str(folder))
     if (place / CONVERSION).is_file():
+        if model is None and (place / CONFIG).is_file():
+            from solver_plugins.integrations.transformers import build_plain as build_transformers
+
+            model = build_transformers(place, _read_json(place / CONFIG))
+            return _load_into(model, place, _read_json(place / CONVERSION), source)
         if model is None:
             data = _read_json(place / CONVERSION)
             label = data.get("model", "a module") if isinstance(data, dict) else "a module"
@@ -108,10 +119,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     entry = read_entry(config, source)
     if model is not None:
         return _load_into(model, place, entry, source)
-    conversion = read_conversion(entry.get("conversion"), source)
-    made = build_plain(config, entry, source)
-    read_weights(made, place)
-    return replay(made, conversion, source).eval()
+    return _load_into(build_plain(config, entry, source), place, entry, source)
 
 
 def _load_transformers(place: Path, config: dict[str, Any], model: nn.Module | None, source: str) -> nn.Module:
@@ -131,12 +139,18 @@ def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Modu
     """Loads into a given model, which is as it was after an error."""
     if not isinstance(model, nn.Module):
         raise LoadingError(f"Expected a torch.nn.Module to load into; found {type(model).__name__}.")
-    conversion = read_conversion(data.get("conversion") if isinstance(data, dict) else None, source)
+    conversion, head = read_additions(data, source)
     put_back = _snapshot(model)
+    attached = False
     try:
+        if head is not None:
+            attach_again(model, head)
+            attached = True
         read_weights(model, place)
-        return replay(model, conversion, source).eval()
+        return (model if conversion is None else replay(model, conversion, source)).eval()
     except BaseException:
+        if attached:
+            remove_opteq_head(model)
         put_back()
         raise
 

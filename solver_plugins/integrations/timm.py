@@ -14,14 +14,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from timm.models import create_model, is_model, register_model
+from timm.models import create_model, is_model, load_pretrained, register_model
 from torch import nn
 
 # Registers the papers' networks.
 from solver_plugins.integrations import architectures as architectures
 from solver_plugins.integrations.errors import LoadingError, SavingError
+from solver_plugins.integrations.heads import HeadRecord, attach_again
 from solver_plugins.integrations.rebuild import differences, guesses, plain_copy
-from solver_plugins.integrations.replay import read_conversion, replay
+from solver_plugins.integrations.replay import read_additions, replay, written_additions
 from solver_plugins.surgery import Conversion
 
 ARCHITECTURE = "solver_plugins.integrations.timm must be imported first"
@@ -34,7 +35,9 @@ ARGUMENTS = "solver_plugins_model_args"
 """Where a loaded model remembers what it was created with."""
 
 
-def config_for(model: nn.Module, conversion: Conversion, model_args: Mapping[str, Any] | None) -> dict[str, Any]:
+def config_for(
+    model: nn.Module, conversion: Conversion | None, head: HeadRecord | None, model_args: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """Returns what ``config.json`` is to hold.
 
     Raises:
@@ -62,7 +65,7 @@ def config_for(model: nn.Module, conversion: Conversion, model_args: Mapping[str
         pretrained["num_classes"] = config["num_classes"]
     config["pretrained_cfg"] = _plain(pretrained, "pretrained_cfg")
     args = _arguments(model, architecture, config, model_args)
-    config["model_args"] = {**args, ENTRY: {"architecture": architecture, "conversion": conversion.options()}}
+    config["model_args"] = {**args, ENTRY: {"architecture": architecture, **written_additions(conversion, head)}}
     return config
 
 
@@ -102,11 +105,16 @@ def solver_plugins(pretrained: bool = False, converted: Any = None, **kwargs: An
         )
     given = kwargs.get("pretrained_cfg") or {}
     source = repr(given.get("file") or given.get("hf_hub_id") or "the config") if isinstance(given, dict) else "it"
-    conversion = read_conversion(converted.get("conversion"), source)
-    model = create_model(converted["architecture"], pretrained=pretrained, **kwargs)
+    conversion, head = read_additions(converted, source)
+    model = create_model(converted["architecture"], pretrained=pretrained and head is None, **kwargs)
+    if head is not None:
+        attach_again(model, head)
+        if pretrained:
+            # The folder's weights are those of the model with its head.
+            load_pretrained(model, num_classes=int(model.num_classes), strict=True)  # type: ignore[arg-type]
     own = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
     vars(model)[ARGUMENTS] = {key: value for key, value in kwargs.items() if key not in own}
-    return replay(model, conversion, source)
+    return model if conversion is None else replay(model, conversion, source)
 
 
 def _arguments(

@@ -20,7 +20,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from solver_plugins.blocks import TrackedStep
 from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations.errors import LoadingError
+from solver_plugins.integrations.heads import head_of
 from solver_plugins.integrations.replay import read_conversion, replay
+from solver_plugins.integrations.tensors import write_weights
 from solver_plugins.surgery import Conversion
 from solver_plugins.surgery.conversion import note_conversion
 from solver_plugins.surgery.model_config import QUANT_METHOD, remove_from_config
@@ -93,12 +95,33 @@ class SolverPluginsQuantizer(HfQuantizer):
 
 def save_model(model: Any, folder: Path) -> None:
     """Saves a converted model by its own ``save_pretrained``, with the conversion as it is now."""
+    if head_of(model) is not None:
+        # ``from_pretrained`` knows no head, and would draw a classifier instead: such a folder is for ``load``.
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        write_weights(model, folder)
+        return
     note_conversion(model)
     model.save_pretrained(folder)
 
 
 def load_model(folder: Path, config: dict[str, Any]) -> nn.Module:
     """Loads a converted model by the class that its config names."""
+    model: nn.Module = _class_of(folder, config).from_pretrained(folder)
+    return model
+
+
+def build_plain(folder: Path, config: dict[str, Any]) -> nn.Module:
+    """Builds the plain model of a folder's config, with new weights."""
+    made = _class_of(folder, config)
+    settings = made.config_class.from_pretrained(folder)
+    if hasattr(settings, "quantization_config"):
+        del settings.quantization_config
+    model: nn.Module = made._from_config(settings)
+    return model
+
+
+def _class_of(folder: Path, config: dict[str, Any]) -> Any:
     import transformers
 
     names = config.get("architectures") or []
@@ -108,8 +131,7 @@ def load_model(folder: Path, config: dict[str, Any]) -> nn.Module:
             f"transformers has no class {', '.join(names) or 'named in the config'}: load {str(folder)!r} with the "
             "class's own from_pretrained, after import solver_plugins."
         )
-    model: nn.Module = made.from_pretrained(folder)
-    return model
+    return made
 
 
 def _initialise_mismatched(model: Any, shapes: dict[str, torch.Size]) -> None:

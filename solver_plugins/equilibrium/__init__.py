@@ -1,0 +1,60 @@
+"""Equilibrium networks whose state minimises a convex function (OptEq).
+
+From "Optimization Induced Equilibrium Networks" (Xie et al., 2021).
+"""
+
+from solver_plugins.equilibrium.activations import allowed_activation, antiderivative
+from solver_plugins.equilibrium.constructions import deep_opteq_of, universal_weights
+from solver_plugins.equilibrium.deep import DeepOptEq, Equilibrium, project_weights
+from solver_plugins.equilibrium.errors import DivergenceError, HeadError
+from solver_plugins.equilibrium.head import HeadConfig, OptEqHead
+from solver_plugins.equilibrium.layer import OptEqLayer
+from solver_plugins.equilibrium.objectives import block_objective, envelope, objective, potential, preimage
+from solver_plugins.equilibrium.regularizers import (
+    FEATURE_REGULARIZERS,
+    FeatureRegularizer,
+    list_regularizers,
+    make_regularizer,
+    register_regularizer,
+)
+from solver_plugins.equilibrium.solvers import (
+    EQUILIBRIUM_SOLVERS,
+    EquilibriumConfig,
+    EquilibriumSolver,
+    State,
+    list_equilibrium_solvers,
+    register_equilibrium_solver,
+)
+from solver_plugins.equilibrium.unit import Unit
+
+__all__ = [
+    "EQUILIBRIUM_SOLVERS",
+    "FEATURE_REGULARIZERS",
+    "DeepOptEq",
+    "DivergenceError",
+    "Equilibrium",
+    "EquilibriumConfig",
+    "EquilibriumSolver",
+    "FeatureRegularizer",
+    "HeadConfig",
+    "HeadError",
+    "OptEqHead",
+    "OptEqLayer",
+    "State",
+    "Unit",
+    "allowed_activation",
+    "antiderivative",
+    "block_objective",
+    "deep_opteq_of",
+    "envelope",
+    "list_equilibrium_solvers",
+    "list_regularizers",
+    "make_regularizer",
+    "objective",
+    "potential",
+    "preimage",
+    "project_weights",
+    "register_equilibrium_solver",
+    "register_regularizer",
+    "universal_weights",
+]

@@ -1,0 +1,86 @@
+"""A classifier whose features are an equilibrium: backbone features -> equilibrium -> classes."""
+
+from typing import Any, Literal
+
+import pydantic
+from torch import Tensor, nn
+
+from solver_plugins.config import StrictConfig
+from solver_plugins.equilibrium.activations import allowed_activation
+from solver_plugins.equilibrium.deep import DeepOptEq
+from solver_plugins.equilibrium.layer import OptEqLayer
+
+_WIDEST = 512
+
+
+class HeadConfig(StrictConfig):
+    """Options of an equilibrium head, as plain JSON values."""
+
+    hidden: int | None = pydantic.Field(
+        None, ge=1, description="Features of the equilibrium; None takes those of the backbone, at most 512."
+    )
+    layers: int = pydantic.Field(2, ge=1, description="Layers of the equilibrium.")
+    alpha: float = pydantic.Field(0.8, gt=0, le=1, description="Step of the layers.")
+    activation: str | dict[str, Any] = pydantic.Field(
+        "relu", description="Registered prior, or {'name': ..., ...}: monotone, slopes in [0, 1]."
+    )
+    constraint: Literal["aol", "none"] = pydantic.Field("aol", description="How |W| stays bounded; see OptEqLayer.")
+    norm: float = pydantic.Field(0.9, gt=0, le=1, description="Bound on |W|.")
+    solver: str = pydantic.Field("anderson", description="Registered equilibrium solver.")
+    iters: int = pydantic.Field(20, ge=1, description="At most so many evaluations; unrolled, exactly so many.")
+    grad: Literal["implicit", "unrolled"] | None = pydantic.Field(
+        None, description="'implicit' (default) or 'unrolled' (the only one of solver='sam')."
+    )
+    regularizer: str | dict[str, Any] | None = pydantic.Field(None, description="Feature regulariser, with parameters.")
+    lam: float = pydantic.Field(0.1, ge=0, description="Weight of the regulariser.")
+    tol: float = pydantic.Field(1e-4, ge=0, description="A sample is done once |T(z) - z| <= tol |T(z)|.")
+    solver_args: dict[str, Any] = pydantic.Field(
+        default_factory=dict, description="Further options of the solver: implicit_iters, implicit_tol, window, ..."
+    )
+
+
+class OptEqHead(nn.Module):
+    """Maps features to classes through an equilibrium: ``y = W_{L+1} z``, ``z = f_L o ... o f_1(z, x)`` (equation 4).
+
+    Args:
+        in_features: Features of the backbone.
+        out_features: Classes.
+        config: All other options.
+        device: Where to make the weights.
+        dtype: Their type.
+
+    Attributes:
+        equilibrium: The :class:`DeepOptEq`; ``head.equilibrium.solve(x)`` tells how a solve went.
+        output: The last, linear layer.
+        replaced: The layer in whose place the head stands, no submodule of it; empty where there is none.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, config: HeadConfig, device: Any = None, dtype: Any = None
+    ) -> None:
+        super().__init__()
+        hidden = min(in_features, _WIDEST) if config.hidden is None else config.hidden
+        named = {"name": config.activation} if isinstance(config.activation, str) else dict(config.activation)
+        prior = allowed_activation(named.pop("name", ""), **named)
+        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        own: dict[str, Any] = {"activation": prior, "constraint": config.constraint, "norm": config.norm}
+        grad: dict[str, Any] = {} if config.grad is None else {"grad": config.grad}
+        self.equilibrium = DeepOptEq(
+            [OptEqLayer.linear(hidden, in_features, **own, **made) for _ in range(config.layers)],
+            config.alpha,
+            solver=config.solver,
+            regularizer=config.regularizer,
+            lam=config.lam,
+            iters=config.iters,
+            tol=config.tol,
+            **grad,
+            **config.solver_args,
+        )
+        self.output = nn.Linear(hidden, out_features, **made)
+        self.in_features, self.out_features = in_features, out_features
+        self.config = config
+        self.replaced: tuple[nn.Linear, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits of features ``[..., in_features]``."""
+        return self.output(self.equilibrium(x))

@@ -1,0 +1,233 @@
+"""Feature regularisers ``R(z)``: what an equilibrium should be like (section 4 and appendix A.1), open to users' own.
+
+A third-party distribution adds one by an entry point of the group ``solver_plugins.feature_regularizers``.
+"""
+
+import abc
+import dataclasses
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar, final
+
+import torch
+from torch import Tensor
+
+from solver_plugins.errors import OptionError, RegistrationError, did_you_mean
+from solver_plugins.registry import Registry
+
+Dims = tuple[int, ...]
+"""The (negative) dimensions of one sample: features first, then space."""
+
+
+class FeatureRegularizer(abc.ABC):
+    """A function ``R`` of the features, and its gradient.
+
+    Write :meth:`value`; the gradient is found by autograd unless :meth:`gradient` gives it, and where :meth:`prox`
+    gives the proximal map, that is appended instead of a gradient step.
+
+    Attributes:
+        name: The registered name.
+        tags: Words to filter by.
+        of_batch: ``R`` is a function of the whole batch. It acts in training only, so that no prediction depends on its
+            neighbours.
+    """
+
+    name: ClassVar[str]
+    tags: ClassVar[frozenset[str]] = frozenset()
+    of_batch: ClassVar[bool] = False
+
+    @property
+    def smoothness(self) -> float:
+        """A Lipschitz constant of the gradient (``L_z`` of Theorem 4); SAM takes steps of ``1/(2 smoothness)``."""
+        return 1.0
+
+    @abc.abstractmethod
+    def value(self, z: Tensor, dims: Dims) -> Tensor:
+        """Returns ``R``, one number per sample; a single one if it is a function of the batch."""
+
+    def gradient(self, z: Tensor, dims: Dims) -> Tensor:
+        """Returns the gradient of the sum of all values, differentiable itself."""
+        return torch.func.grad(lambda at: self.value(at, dims).sum())(z)
+
+    def prox(self, z: Tensor, lam: float, dims: Dims) -> Tensor | None:
+        """Returns ``argmin_u lam R(u) + |u - z|^2 / 2``, or None where it has no simple form."""
+        return None
+
+
+def _check(name: str, regularizer: Any) -> None:
+    if not (inspect.isclass(regularizer) and issubclass(regularizer, FeatureRegularizer)):
+        raise RegistrationError(
+            f"Feature regularizer {name!r} has to be a subclass of solver_plugins.equilibrium.FeatureRegularizer; "
+            f"found {regularizer!r}."
+        )
+
+
+FEATURE_REGULARIZERS: Registry[type[FeatureRegularizer]] = Registry(
+    "feature regularizer", entry_point_group="solver_plugins.feature_regularizers", check=_check
+)
+R = TypeVar("R", bound=type[FeatureRegularizer])
+
+
+def register_regularizer(regularizer: R) -> R:
+    """Class decorator: registers a feature regulariser under its ``name``."""
+    FEATURE_REGULARIZERS.register(
+        getattr(regularizer, "name", "unnamed"), regularizer, tags=getattr(regularizer, "tags", ())
+    )
+    return regularizer
+
+
+def list_regularizers(filter: str | Iterable[str] | None = None) -> list[str]:
+    """Lists the registered feature regularisers; ``filter`` is a glob on the name or a tag ("convex", "batch")."""
+    return FEATURE_REGULARIZERS.names(filter)
+
+
+def make_regularizer(given: str | Mapping[str, Any] | FeatureRegularizer) -> FeatureRegularizer:
+    """Makes a regulariser from its name, or from ``{"name": ..., parameter: value}``; an instance is returned as it is.
+
+    Raises:
+        UnknownNameError: If no such regulariser is registered.
+        OptionError: If a parameter is unknown, or the description is something else.
+    """
+    if isinstance(given, FeatureRegularizer):
+        return given
+    parameters = {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
+    if "name" not in parameters:
+        raise OptionError(f"Expected a regularizer as a name or as {{'name': ..., ...}}; found {given!r}.")
+    made = FEATURE_REGULARIZERS.get(parameters.pop("name"))
+    fields: list[str] = [field.name for field in dataclasses.fields(made)] if dataclasses.is_dataclass(made) else []
+    for key in parameters:
+        if key not in fields:
+            raise OptionError(f"Feature regularizer {made.name!r} has no parameter {key!r}.{did_you_mean(key, fields)}")
+    return made(**parameters)
+
+
+def regularizer_options(regularizer: FeatureRegularizer) -> dict[str, Any]:
+    """Returns what :func:`make_regularizer` makes the same regulariser from."""
+    if FEATURE_REGULARIZERS.info(regularizer.name).target is not type(regularizer):
+        raise OptionError(f"{regularizer!r} is not the regularizer that is registered as {regularizer.name!r}.")
+    fields: dict[str, Any] = dataclasses.asdict(regularizer) if dataclasses.is_dataclass(regularizer) else {}
+    return {"name": regularizer.name, **fields}
+
+
+@register_regularizer
+@final
+@dataclass(frozen=True)
+class HalfSquared(FeatureRegularizer):
+    """Half the squared norm: R(z) = |z|^2 / 2."""
+
+    name = "half_squared"
+    tags = frozenset({"convex", "paper"})
+
+    def value(self, z: Tensor, dims: Dims) -> Tensor:
+        return z.square().sum(dims) / 2
+
+    def gradient(self, z: Tensor, dims: Dims) -> Tensor:
+        return z
+
+    def prox(self, z: Tensor, lam: float, dims: Dims) -> Tensor:
+        return z / (1 + lam)
+
+
+@register_regularizer
+@final
+@dataclass(frozen=True)
+class L1(FeatureRegularizer):
+    """The l1 norm, smoothed below ``eps`` for SAM: R(z) = sum_i |z_i|.
+
+    Theorem 4 wants a Lipschitz gradient, so :meth:`gradient` is that of Huber's function, ``clip(z/eps, -1, 1)``; the
+    proximal map is that of the norm itself.
+
+    Args:
+        eps: Width of the smoothed part.
+    """
+
+    eps: float = 0.1
+
+    name = "l1"
+    tags = frozenset({"convex", "paper"})
+
+    def __post_init__(self) -> None:
+        if not self.eps > 0:
+            raise OptionError(f"l1: expected eps above 0; found {self.eps!r}.")
+
+    @property
+    def smoothness(self) -> float:
+        """That of Huber's function."""
+        return 1 / self.eps
+
+    def value(self, z: Tensor, dims: Dims) -> Tensor:
+        return z.abs().sum(dims)
+
+    def gradient(self, z: Tensor, dims: Dims) -> Tensor:
+        return (z / self.eps).clamp(-1, 1)
+
+    def prox(self, z: Tensor, lam: float, dims: Dims) -> Tensor:
+        return torch.nn.functional.softshrink(z, lam)
+
+
+@register_regularizer
+@final
+@dataclass(frozen=True)
+class InverseNorm(FeatureRegularizer):
+    """Keeps features away from zero: R(z) = 1 / (|z|^2 + eps). Not convex.
+
+    Args:
+        eps: Bounds it.
+    """
+
+    eps: float = 1.0
+
+    name = "inverse_norm"
+    tags = frozenset({"paper"})
+
+    def __post_init__(self) -> None:
+        if not self.eps > 0:
+            raise OptionError(f"inverse_norm: expected eps above 0; found {self.eps!r}.")
+
+    @property
+    def smoothness(self) -> float:
+        """The size of the curvature at zero, where it is largest."""
+        return 2 / self.eps**2
+
+    def value(self, z: Tensor, dims: Dims) -> Tensor:
+        return 1 / (z.square().sum(dims) + self.eps)
+
+    def gradient(self, z: Tensor, dims: Dims) -> Tensor:
+        return -2 * z / (z.square().sum(dims, keepdim=True) + self.eps).square()
+
+
+@register_regularizer
+@final
+@dataclass(frozen=True)
+class Decorrelation(FeatureRegularizer):
+    """Decorrelates features over the batch: R(Z) = |D Z Z^T D - I|_F^2 / 2. Not convex; in training only.
+
+    ``Z`` has a row per feature (for maps: per channel) and a column per sample and place; ``D Z`` has unit rows.
+
+    Args:
+        eps: Added to the squared length of a row, so that a feature which is zero everywhere has a gradient, zero.
+    """
+
+    eps: float = 1e-6
+
+    name = "decorrelation"
+    tags = frozenset({"batch", "paper"})
+    of_batch = True
+
+    def value(self, z: Tensor, dims: Dims) -> Tensor:
+        rows, _ = self._rows(z, dims)
+        return (rows @ rows.mT - torch.eye(len(rows), dtype=z.dtype, device=z.device)).square().sum() / 2
+
+    def gradient(self, z: Tensor, dims: Dims) -> Tensor:
+        rows, lengths = self._rows(z, dims)
+        outer = 2 * (rows @ (rows.mT @ rows) - rows)
+        # Through the normalisation: what points along a row does not count.
+        inner = (outer - (outer * rows).sum(1, keepdim=True) * rows) / lengths
+        moved = z.movedim(dims[0], 0)
+        return inner.reshape(moved.shape).movedim(0, dims[0])
+
+    def _rows(self, z: Tensor, dims: Dims) -> tuple[Tensor, Tensor]:
+        Z = z.movedim(dims[0], 0).flatten(1)
+        lengths = (Z.square().sum(1, keepdim=True) + self.eps).sqrt()
+        return Z / lengths, lengths

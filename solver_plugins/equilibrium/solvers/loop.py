@@ -1,0 +1,141 @@
+"""The loops that run a solver: to a tolerance, or a fixed number of times."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solver_plugins.equilibrium.problem import EquilibriumProblem, FixedPointProblem, Jacobian
+from solver_plugins.equilibrium.solvers.base import EquilibriumSolver
+
+_OPTIMISM = 10.0
+"""An evaluation that may be the last one is recorded; one that turns out not to be costs only memory."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a solve went; numbers per sample have shape ``[batch]``.
+
+    Attributes:
+        value: The result, ``T`` of the last point (for SAM the last point).
+        residual: ``|T(z) - z| / |T(z)|`` at the last point.
+        first: ``|T(z) - z|`` at the first point.
+        last: ``|T(z) - z|`` at the last point.
+        iterations: Evaluations until the sample was done.
+        evaluations: Evaluations of the map by this solve, of the whole batch.
+        jacobian: The Jacobian at the last point, where it was recorded.
+    """
+
+    value: Tensor
+    residual: Tensor
+    first: Tensor
+    last: Tensor
+    iterations: Tensor
+    evaluations: int
+    jacobian: Jacobian | None = None
+
+    @property
+    def contraction(self) -> Tensor:
+        """The mean factor per iteration by which ``|T(z) - z|`` changed; NaN after a single evaluation."""
+        ratio = self.last / self.first.clamp_min(torch.finfo(self.first.dtype).tiny)
+        return ratio.pow(1 / (self.iterations - 1))
+
+
+def unroll(solver: EquilibriumSolver, problem: EquilibriumProblem) -> Run:
+    """Takes ``iters`` iterations, recorded if gradients are; no stopping rule, no look at values."""
+    state = solver.init()
+    first = None
+    for iteration in range(solver.config.iters):
+        z, image = state.z, problem.image(state.z)
+        if first is None:
+            first, _ = _sizes(z, image, problem.dims)
+        state = solver.step(problem, state, image, iteration)
+    assert first is not None
+    last, scale = _sizes(z, image, problem.dims)
+    iterations = torch.full_like(last, solver.config.iters)
+    value = image if state.value is None else state.value
+    return Run(value, _relative(last, scale), first, last, iterations, solver.config.iters)
+
+
+def settle(
+    solver: EquilibriumSolver,
+    problem: FixedPointProblem,
+    *,
+    iters: int | None = None,
+    start: Tensor | None = None,
+    record: bool = False,
+) -> Run:
+    """Iterates until every sample is within ``tol``, at most ``iters`` times.
+
+    A sample that is done stays where it is, so its result does not depend on how long the others take. Nothing is
+    recorded, except with ``record`` the last evaluation, which then has a gradient and a Jacobian; it is guessed from
+    the rate so far, and costs no evaluation of its own where the guess is right.
+    """
+    config: Any = solver.config
+    iters = config.iters if iters is None else iters
+    looks = not torch.compiler.is_compiling()
+    with torch.no_grad():
+        state = dataclasses.replace(solver.init(), z=start)
+    first = before = error = iterations = None
+    jacobian: Jacobian | None = None
+    evaluations, expected = 0, float("inf")
+    for iteration in range(iters):
+        # A NaN counts as not converged everywhere.
+        final = iteration == iters - 1
+        recorded = record and (final or expected <= _OPTIMISM * config.tol)
+        image, jacobian = _evaluate(problem, state.z, recorded)
+        evaluations += 1
+        with torch.no_grad():
+            last, scale = _sizes(state.z, image.detach(), problem.dims)
+            error = _relative(last, scale)
+            done = error <= config.tol
+            if first is None or iterations is None:
+                first, iterations = last, torch.ones_like(last)
+            elif before is not None:
+                iterations = iterations + ~(before <= config.tol)
+            if looks and not final:
+                rate = torch.ones_like(error) if before is None else (error / before).clamp(max=1.0)
+                count, expected = torch.stack([done.sum(), (error * rate).amax()]).tolist()
+                if count == len(done):
+                    break
+            if not final:
+                new = solver.step(problem, state, image.detach(), iteration)  # type: ignore[arg-type]
+                if not looks or count:
+                    new = _held(new, state.z, done)
+                state, before = new, error
+    assert first is not None and iterations is not None and error is not None
+    if record and jacobian is None:
+        # Done sooner than expected.
+        image, jacobian = _evaluate(problem, state.z, True)
+        evaluations += 1
+    return Run(image, error, first, last, iterations, evaluations, jacobian)
+
+
+def _evaluate(problem: Any, z: Tensor | None, recorded: bool) -> tuple[Tensor, Jacobian | None]:
+    with torch.set_grad_enabled(recorded):
+        image, jacobian = problem.image_and_jacobian(z) if recorded else (problem.image(z), None)
+    return image, jacobian
+
+
+def _held(state: Any, z: Tensor | None, done: Tensor) -> Any:
+    """Returns the state with the old point wherever a sample is done."""
+    done = done.reshape(done.shape + (1,) * (state.z.ndim - 1))
+    old = torch.zeros_like(state.z) if z is None else z
+    return dataclasses.replace(state, z=torch.where(done, old, state.z))
+
+
+def _sizes(z: Tensor | None, image: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Returns ``|T(z) - z|`` and ``|T(z)|`` per sample."""
+    with torch.no_grad():
+        image = image.flatten(image.ndim - len(dims))
+        scale = torch.linalg.vector_norm(image, dim=-1).reshape(-1)
+        if z is None:
+            return scale, scale
+        moved = image - z.flatten(z.ndim - len(dims))
+        return torch.linalg.vector_norm(moved, dim=-1).reshape(-1), scale
+
+
+def _relative(change: Tensor, scale: Tensor) -> Tensor:
+    return change / scale.clamp_min(torch.finfo(scale.dtype).tiny)
