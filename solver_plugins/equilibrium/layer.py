@@ -1,6 +1,6 @@
 """One layer of an equilibrium network."""
 
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ class OptEqLayer(nn.Module):
         OptionError: If the constraint or the norm is none of these.
         ShapeError: If ``W`` has a bias, or the two layers do not fit.
     """
+
+    weights_read_directly: ClassVar[tuple[str, ...]] = ("W",)
+    """Layers that are never called: hooks on them would wait in vain (ProxProp leaves them alone)."""
 
     def __init__(
         self,

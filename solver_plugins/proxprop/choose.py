@@ -39,6 +39,7 @@ def choose_layers(model: nn.Module, targets: Targets | None, exclude: Targets | 
     if not isinstance(model, nn.Module):
         raise UnsupportedLayerError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     named = _linear_layers(model)
+    bare = _read_directly(model)
     wanted = None if targets is None else read_targets(targets, "targets")
     unwanted = None if exclude is None else read_targets(exclude, "exclude")
     for given in (wanted, unwanted):
@@ -52,6 +53,8 @@ def choose_layers(model: nn.Module, targets: Targets | None, exclude: Targets | 
             skipped[names[0]] = "excluded"
         elif wanted is not None and not _met(wanted.targets, names, layer):
             skipped[names[0]] = "not among the targets"
+        elif wanted is None and id(layer) in bare:
+            skipped[names[0]] = f"{bare[id(layer)]} reads its weight without calling it"
         else:
             try:
                 rows = rows_of(layer)
@@ -89,6 +92,16 @@ def _linear_layers(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
             if name not in names:
                 names.append(name)
     return named
+
+
+def _read_directly(model: nn.Module) -> dict[int, str]:
+    """Returns the layers that are never called, because the module that holds them uses their weights itself."""
+    found = {}
+    for module in model.modules():
+        names = ("out_proj",) if isinstance(module, nn.MultiheadAttention) else ()
+        for name in getattr(type(module), "weights_read_directly", names):
+            found[id(getattr(module, name))] = type(module).__name__
+    return found
 
 
 def _met(targets: Iterable[Target], names: list[str], layer: nn.Module) -> bool:

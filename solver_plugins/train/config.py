@@ -9,6 +9,7 @@ import yaml
 from pydantic import Field
 
 from solver_plugins.config import StrictConfig, _load_json, _load_yaml
+from solver_plugins.equilibrium.head import HeadConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.models import read_value
 
@@ -60,6 +61,13 @@ class ProxPropSection(StrictConfig):
     targets: Names | None = Field(None, description="Layers to precondition; all but the last by default.")
     exclude: Names | None = Field(None, description="Layers that keep their plain gradient.")
     skip_last: bool = Field(True, description="Whether the last layer keeps its plain gradient.")
+
+
+class HeadSection(HeadConfig):
+    """An equilibrium in place of the last layer: the arguments of ``attach_opteq_head``."""
+
+    name: Literal["opteq"] = Field("opteq", description="The family of heads.")
+    classifier: str | None = Field(None, description="Name of the last layer, where it is not found by itself.")
 
 
 class RegularizerSection(StrictConfig):
@@ -178,6 +186,7 @@ class FinetuneConfig(StrictConfig):
     proxprop: ProxPropSection | None = Field(
         None, description="Implicit weight steps, by themselves or together with a solver; null for none."
     )
+    head: HeadSection | None = Field(None, description="null for the model's own.")
     regularizer: RegularizerSection | None = Field(None, description="null for none.")
     calibrate: CalibrateSection | None = Field(None, description="null for none.")
     baseline: bool = Field(True, description="Whether the plain model is trained, too, beside that with a solver.")
@@ -223,12 +232,14 @@ class FinetuneConfig(StrictConfig):
     @property
     def changes(self) -> bool:
         """Whether there is anything to compare the plain model with."""
-        return any(part is not None for part in (self.solver, self.proxprop, self.regularizer))
+        return any(part is not None for part in (self.solver, self.proxprop, self.head, self.regularizer))
 
     @pydantic.model_validator(mode="after")
     def _goes_together(self) -> Self:
         if not self.changes and "solver" not in self.model_fields_set:
-            raise ValueError("expected a solver, proxprop or a regularizer; write solver: null for the plain model")
+            raise ValueError(
+                "expected a solver, proxprop, a head or a regularizer; write solver: null for the plain model"
+            )
         for name, value in (("refresh", self.refresh), ("checkpoints.every", self.checkpoints.every)):
             if value != "epoch" and value < 1:
                 raise ValueError(f"expected {name} to be 'epoch' or at least one step; found {value}")

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from solver_plugins.blocks import calibrate
 from solver_plugins.blocks.stepsize import TrackedStep
+from solver_plugins.integrations.heads import attach_opteq_head
 from solver_plugins.integrations.models import ModelError, load_model
 from solver_plugins.integrations.weights import load_in_order, read_weights
 from solver_plugins.surgery import Report, convert_model, inspect_model
-from solver_plugins.train.config import FinetuneConfig, ModelSection, SolverSection
+from solver_plugins.train.config import FinetuneConfig, HeadSection, ModelSection, SolverSection
 from solver_plugins.train.data import Splits
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -120,6 +121,13 @@ def _check_classes(model: Any, classes: int) -> None:
     found = getattr(model, "num_classes", None) or getattr(getattr(model, "config", None), "num_labels", None)
     if isinstance(found, int) and found != classes:
         raise ModelError(f"The model has {found} classes; the data has {classes}. Expected the same number.")
+
+
+def attach_head(model: nn.Module, section: HeadSection) -> nn.Module:
+    """Puts an equilibrium in the place of the last layer; raises as ``attach_opteq_head`` does."""
+    options = section.options()
+    del options["name"]
+    return attach_opteq_head(model, **options)
 
 
 def conversion_arguments(section: SolverSection, example: Any) -> dict[str, Any]:

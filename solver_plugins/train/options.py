@@ -4,7 +4,6 @@ from typing import Any
 
 import pydantic
 import yaml
-from pydantic_core import PydanticUndefined
 
 from solver_plugins.config import StrictConfig, _Dumper, _models_in
 from solver_plugins.train.config import FinetuneConfig
@@ -30,7 +29,8 @@ def _lines(model: type[pydantic.BaseModel], indent: str) -> list[str]:
 
 
 def _default(field: Any) -> str:
-    if field.default is PydanticUndefined:
+    if field.is_required():
         return "..."
-    text: str = yaml.dump(field.default, Dumper=_Dumper, default_flow_style=True)
+    default = field.get_default(call_default_factory=True)
+    text: str = yaml.dump(default, Dumper=_Dumper, default_flow_style=True)
     return text.replace("\n...\n", "").strip()

@@ -10,7 +10,7 @@ from solver_plugins.train.additions import Additions
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import load_splits, make_loaders
 from solver_plugins.train.loop import make_optimizer, make_schedule
-from solver_plugins.train.models import DTYPES, build_model, planned
+from solver_plugins.train.models import DTYPES, attach_head, build_model, planned
 from solver_plugins.train.preparation import image_settings
 from solver_plugins.train.processes import end_processes, make_accelerator
 from solver_plugins.train.run import arms_of, example_of
@@ -41,10 +41,14 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         model = build_model(config, splits)
         loaders = make_loaders(config, splits, model, accelerator.num_processes)
         example = example_of(loaders, DTYPES[config.model.dtype])
+        if config.head is not None:
+            attach_head(model, config.head)
         optimizer = make_optimizer(config, model)
         make_schedule(config, optimizer, loaders.order.steps)
         additions = Additions(config, model, optimizer)
         added = additions.describe()
+        if config.head is not None:
+            added.append(f"head: an equilibrium of {config.head.layers} layers, solved by {config.head.solver}")
         additions.remove()
         report = None if config.solver is None else planned(model, config.solver, example)
         steps = loaders.order.steps * config.epochs

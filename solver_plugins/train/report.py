@@ -54,6 +54,8 @@ def _title(config: FinetuneConfig, name: str) -> str:
         parts.append(f"{config.solver.name}, iters={config.solver.iters}")
     if config.proxprop is not None:
         parts.append(f"proxprop, {config.proxprop.mode}")
+    if config.head is not None:
+        parts.append(f"opteq head, {config.head.layers} layers")
     if config.regularizer is not None:
         parts.append(f"{config.regularizer.how} {config.regularizer.scheme}, theta={config.regularizer.theta:g}")
     return f"solver ({'; '.join(parts)})"

@@ -18,7 +18,7 @@ from solver_plugins.train.data import Loaders, Splits, arguments_of, load_splits
 from solver_plugins.train.errors import OutputError
 from solver_plugins.train.export import export_model, skeleton_of
 from solver_plugins.train.loop import Loop
-from solver_plugins.train.models import DTYPES, build_model, calibrated, convert
+from solver_plugins.train.models import DTYPES, attach_head, build_model, calibrated, convert
 from solver_plugins.train.outputs import (
     METRICS,
     MODEL,
@@ -114,6 +114,8 @@ def make_arm(config: FinetuneConfig, splits: Splits, name: str, processes: int) 
     set_seed(config.seed)
     model = build_model(config, splits)
     loaders = make_loaders(config, splits, model, processes)
+    if name == "solver" and config.head is not None:
+        attach_head(model, config.head)
     if name == "solver" and config.solver is not None:
         convert(model, config.solver, example_of(loaders, DTYPES[config.model.dtype]))
         if config.calibrate is not None:

@@ -6,8 +6,10 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from solver_plugins import ProxProp
+from solver_plugins.equilibrium.head import HeadConfig, OptEqHead
 from solver_plugins.errors import OptionError, UnsupportedLayerError
 from solver_plugins.proxprop import (
     ClosureError,
@@ -309,3 +311,15 @@ def test_empty_step_before_loading_a_distributed_checkpoint():
             parameter.grad = torch.ones_like(parameter)
         with pytest.raises(LayerNotRunError):
             optimizer.step()
+
+
+def test_layers_that_are_never_called_are_left_alone():
+    """Attention and equilibria read a layer's weight themselves; such a layer is skipped unless it is asked for."""
+    attention = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    model = nn.Sequential(attention, nn.Flatten(), nn.Linear(24, 6), OptEqHead(6, 3, HeadConfig(layers=1)))
+    prox = ProxProp(model)
+    assert prox.skipped["0.self_attn.out_proj"] == "MultiheadAttention reads its weight without calling it"
+    assert prox.skipped["3.equilibrium.layers.0.W"] == "OptEqLayer reads its weight without calling it"
+    functional.cross_entropy(model(torch.randn(4, 3, 8)), torch.tensor([0, 1, 2, 0])).backward()
+    # The last layer, 3.output, keeps its plain gradient.
+    assert set(prox.precondition()) == {"0.linear1", "0.linear2", "2", "3.equilibrium.layers.0.U"}

@@ -9,6 +9,7 @@ import solver_plugins
 from solver_plugins import ProxProp, StructuredDropoutRegularizer
 from solver_plugins.dropblock import BlockSizeError
 from solver_plugins.errors import OptionError
+from solver_plugins.integrations.heads import head_of
 from solver_plugins.surgery import TargetError
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.data import load_splits
@@ -97,6 +98,20 @@ def test_all_of_them_with_solver_blocks(tmp_path):
     assert not model.get_classifier()._forward_hooks
 
 
+def test_equilibrium_head(tmp_path):
+    """By itself, and with solver blocks in front of it; what is loaded computes what was trained."""
+    head = {"name": "opteq", "hidden": 6, "layers": 2, "tol": 1e-8, "iters": 100}
+    results = finetune(config(tmp_path / "head", head=head, regularizer={**BLOCKS, "block_size": 3}))
+    assert results["solver"]["parameters"] != results["baseline"]["parameters"]
+    assert "opteq head, 2 layers" in (tmp_path / "head" / "report.html").read_text()
+    both = config(tmp_path / "both", head=head, solver={"name": "proxgd", "iters": 2}, baseline=False, precision="bf16")
+    finetune(both)
+    model = solver_plugins.load(tmp_path / "both" / "solver" / "model")
+    assert head_of(model).config.hidden == 6 and len(solver_plugins.solver_report(model).blocks) == 1
+    lines = "\n".join(plan_run(config(tmp_path / "never", head=head)).lines)
+    assert "head: an equilibrium of 2 layers, solved by anderson" in lines
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_only_the_last_token_of_a_text_counts(tmp_path, side):
     """GPT-2 classifies every token and keeps the last; the value is that of the kept rows by themselves."""
@@ -136,6 +151,8 @@ def test_only_the_last_token_of_a_text_counts(tmp_path, side):
         ({"regularizer": {"block_size": 5}}, BlockSizeError, "divide"),
         ({"regularizer": {"scheme": "dropblok", "block_size": 4}}, LookupError, "dropblock"),
         ({"regularizer": {}}, OptionError, "block_size"),
+        ({"head": {"activation": "gelu"}}, ValueError, "gelu"),
+        ({"head": {"solver": "andersn"}}, LookupError, "anderson"),
         ({"regularizer": {"scheme": "dropout", "classifier": "hed"}}, LookupError, "head"),
     ],
 )

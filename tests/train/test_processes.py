@@ -46,6 +46,12 @@ def in_two_processes(config, resume=False, environment=None):
 def test_two_processes_train_as_one(tmp_path):
     """Both arms, plain and proxgd with all that is added to it; 37 examples are shared out unevenly."""
     more = {"proxprop": {"mode": "cg3"}, "regularizer": {"theta": 0.8, "block_size": 4}}
+    more["head"] = {
+        "hidden": 8,
+        "tol": 1e-13,
+        "iters": 200,
+        "solver_args": {"implicit_tol": 1e-13, "implicit_iters": 200},
+    }
     one = finetune(tiny(tmp_path / "one", model=DOUBLE, baseline=True, **more))
     in_two_processes(tiny(tmp_path / "two", model=DOUBLE, baseline=True, **more))
     for arm in ("solver", "baseline"):
