@@ -19,6 +19,7 @@ COMMANDS: dict[str, str] = {
     "coverage": "Check every model of timm and every classifier of transformers.",
     "patch": "Add --solver-config to training scripts of timm and transformers.",
     "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
+    "study": "Repeat an experiment of the papers: table, figure and metrics.",
 }
 """Each subcommand with its one-line help. ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``, a typer
 command; dashes in the name are underscores there. A group is a ``typer.Typer`` called ``app`` in that module."""

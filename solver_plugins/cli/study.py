@@ -1,0 +1,88 @@
+"""``solver-plugins study``: repeats the papers' experiments."""
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+import yaml
+
+from solver_plugins.errors import SolverPluginsError
+
+app = typer.Typer(
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    help="Repeat an experiment of the papers: table, figure and metrics.json from one command.",
+)
+
+
+@app.command("list")
+def list_(
+    filter: Annotated[str | None, typer.Argument(help="A glob on the name, or a tag, such as dropblock.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
+) -> None:
+    """Shows every study, and what it repeats."""
+    from solver_plugins.studies import list_studies, study_info
+
+    infos = [study_info(name) for name in list_studies(filter)]
+    if as_json:
+        rows = [
+            {
+                "name": info.name,
+                "description": info.description,
+                "reference": info.target.reference,
+                "tags": sorted(info.tags),
+                "source": info.source,
+            }
+            for info in infos
+        ]
+        print(json.dumps(rows, indent=2))
+        return
+    for info in infos:
+        print(f"{info.name}\n  {info.description}\n  {info.target.reference}")
+
+
+@app.command()
+def run(
+    name: Annotated[str, typer.Argument(help="A study of `solver-plugins study list`.", show_default=False)],
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes of its settings, such as seeds=[0,1,2]."),
+    ] = None,
+    scale: Annotated[
+        str, typer.Option(help="smoke (seconds), short (minutes on two cores), or paper (the paper's own sizes).")
+    ] = "short",
+    output: Annotated[
+        Path | None, typer.Option(help="The folder; a run in it goes on. [default: runs/studies/NAME-SCALE]")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the output folder.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings and the cells; run nothing.")] = False,
+) -> None:
+    """Runs a study, or what is left of it, on one process or many (accelerate launch): those share out its cells."""
+    from solver_plugins.studies import STUDIES, read_study_config, run_study
+    from solver_plugins.train.processes import first_process
+
+    talks = first_process()
+    try:
+        config = read_study_config(name, scale, changes or ())
+        if dry_run:
+            cells = STUDIES.get(name)(config).cells()
+            if talks:
+                print(yaml.safe_dump(config.options(), sort_keys=False))
+                print(f"{len(cells)} cells: " + ", ".join(cell.name for cell in cells))
+            return
+        place = output or Path("runs") / "studies" / f"{name}-{scale}"
+        command = shlex.join(["solver-plugins", "study", "run", name, *(changes or ()), "--scale", scale])
+        outcome = run_study(name, config, place, scale=scale, overwrite=overwrite, command=command)
+    except SolverPluginsError:
+        if talks:
+            raise
+        # One message is enough; the exit code is that of the first process.
+        sys.exit(2)
+    if talks:
+        for table in outcome.tables:
+            print(table.markdown())
+        print(f"Report: {outcome.folder / 'table.md'}, {outcome.folder / 'figure.png'}")

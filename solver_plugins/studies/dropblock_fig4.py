@@ -1,0 +1,154 @@
+"""Figure 4 of the structured dropout paper: blocks anywhere against blocks on a grid."""
+
+import math
+from typing import Any, ClassVar, Self
+
+import pydantic
+from pydantic import Field
+from torch import Tensor
+
+from solver_plugins.dropblock import (
+    GridBlocks,
+    OverlappingBlocks,
+    SampledScheme,
+    Scheme,
+    global_minimum,
+    structured_dropout,
+    theta_bar_of,
+)
+from solver_plugins.dropblock.retain import check_divides
+from solver_plugins.studies.base import Cell, Context, Results, Study, Table
+from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.shallow import ShallowConfig, agreement, finite_curves, objective_with, synthetic, train
+
+GRID, MATCHED, PRINTED, UNMATCHED = "grid", "overlapping-matched", "overlapping-printed", "overlapping-unmatched"
+_LABELS = {
+    GRID: "grid",
+    MATCHED: "anywhere, every unit kept as often",
+    PRINTED: "anywhere, section 5.3 as printed",
+    UNMATCHED: "anywhere, the grid's theta",
+}
+
+
+class OverlapConfig(ShallowConfig):
+    """Settings of Fig. 4."""
+
+    theta: float = Field(0.5, gt=0, lt=1, description="Retain probability of the grid's blocks.")
+    block_size: int = Field(5, ge=1, description="r.")
+    arms: list[str] = Field(list(_LABELS), min_length=1, description=f"Of {', '.join(_LABELS)}.")
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> Self:
+        check_divides(self.block_size, self.sizes.hidden)
+        unknown = [arm for arm in self.arms if arm not in _LABELS]
+        if unknown:
+            raise ValueError(f"expected arms of {', '.join(_LABELS)}; found {unknown[0]!r}")
+        return self
+
+
+def scheme_of(arm: str, theta: float, r: int, width: int) -> tuple[Scheme, Tensor]:
+    """Returns a scheme and its characteristic matrix.
+
+    - matched: seeds are retained with ``theta^(1/r)``, so every unit is kept with probability theta, as on the grid.
+    - printed: section 5.3 keeps a unit if *some* block that it lies in is kept, with ``1 - (1 - theta)^(1/r)`` for a
+      block: the complement of overlapping blocks that are dropped so. Every unit is kept with probability theta, too,
+      but it is not DropBlock: what is contiguous is what stays.
+    - unmatched: seeds are retained with theta, so a unit is kept with probability ``theta^r`` only.
+    """
+    if arm == GRID:
+        scheme: Scheme = GridBlocks(theta, r)
+    elif arm == PRINTED:
+        other = OverlappingBlocks(1 - theta, r)
+        # Cov(1 - z) = Cov(z), and the mean is theta instead of 1 - theta.
+        cbar = other.characteristic_matrix((width,)) * ((1 - theta) / theta) ** 2
+        return SampledScheme(lambda n, size, generator: ~other.mask((n,), size, generator=generator), theta), cbar
+    else:
+        scheme = OverlappingBlocks(theta if arm == MATCHED else theta**r, r)
+    return scheme, scheme.characteristic_matrix((width,))
+
+
+@register_study
+class DropBlockFig4(Study[OverlapConfig]):
+    """DropBlock with blocks anywhere against blocks on a grid, and the rule that matches them."""
+
+    name = "dropblock-fig4"
+    tags = ("dropblock", "synthetic")
+    reference = (
+        "Fig. 4 of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
+    )
+    Config: ClassVar[Any] = OverlapConfig
+
+    def cells(self) -> list[Cell]:
+        return [Cell(arm, seed) for arm in self.config.arms for seed in self.config.seeds]
+
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        config = self.config
+        width, r = config.sizes.hidden, config.block_size
+        problem = synthetic(config.sizes, cell.seed)
+        minimum = global_minimum(problem.Y, theta_bar_of(config.theta, width, r), r, problem.X)
+        scheme, cbar = scheme_of(cell.arm, config.theta, r, width)
+
+        def predict(X: Tensor, V: Tensor, U: Tensor) -> Tensor:
+            return structured_dropout(X @ V, scheme) @ U.mT
+
+        trained = train(problem, config.descent, objective_with(problem, cbar), predict, context)
+        final = trained.objective[-1]
+        finite = math.isfinite(final)
+        return {
+            "kept": scheme.mean,
+            "grid_minimum": minimum.objective,
+            "final": final if finite else None,
+            "over_grid_minimum": final / minimum.objective if finite else None,
+            **(agreement(trained) if finite else {"sampled_over_deterministic": None, "standard_error": None}),
+            "curves": finite_curves(trained),
+        }
+
+    def tables(self, results: Results) -> list[Table]:
+        config, rows = self.config, []
+        for one in results:
+            found = one.values
+            mean, error = found["sampled_over_deterministic"], found["standard_error"]
+            rows.append((
+                f"{_LABELS[one.cell.arm]}, seed {one.cell.seed}",
+                f"{found['kept']:.4g}",
+                "diverged" if found["final"] is None else f"{found['final']:.6g}",
+                "-" if found["final"] is None else f"{found['over_grid_minimum']:.4f}",
+                "-" if mean is None else f"{mean:.4f} ± {error:.4f}",
+            ))  # fmt: skip
+        return [
+            Table(
+                f"Blocks of {config.block_size}, theta {config.theta:g}, {config.descent.iterations} steps",
+                ("blocks", "a unit is kept", "objective at the end", "/ the grid's minimum", "sampled / deterministic"),
+                rows,
+                "The paper shows curves that are 'very close in log-scale', no numbers. The rule that it prints keeps "
+                "contiguous units instead of dropping them; the one that matches DropBlock is theta^(1/r).",
+            )
+        ]
+
+    def summary(self, results: Results) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for arm in self.config.arms:
+            finals = [one for one in results.of(arm=arm).each("over_grid_minimum") if one is not None]
+            found[f"{arm}_over_grid_minimum"] = sum(finals) / len(finals) if finals else None
+        return found
+
+    def draw(self, results: Results) -> Any:
+        from solver_plugins.studies.figures import COLOURS, STYLES, legend, nan_for_none, new_figure
+
+        figure, axes = new_figure(1, 1, width=8.0, height=4.0)
+        panel = axes[0][0]
+        panel.set_xscale("log")
+        panel.set_yscale("log")
+        for index, arm in enumerate(self.config.arms):
+            for one in results.of(arm=arm, seed=self.config.seeds[0]):
+                curves = one.values["curves"]
+                at = [1 + step for step in curves["iteration"]]
+                style = {"color": COLOURS[index], "linestyle": STYLES[index]}
+                panel.plot(at[: len(curves["sampled"])], nan_for_none(curves["sampled"]), alpha=0.3, **style)
+                panel.plot(at, nan_for_none(curves["objective"]), label=_LABELS[arm], **style)
+                minimum = one.values["grid_minimum"]
+        panel.axhline(minimum, color="#444444", linestyle=":", label="the grid's global minimum")
+        panel.set_xlabel("iteration (pale: sampled)", fontsize=9)
+        panel.set_ylabel("objective", fontsize=9)
+        legend(panel, outside=True)
+        return figure

@@ -1,0 +1,166 @@
+"""Rank and balance of what DropBlock learns, over retain probabilities and block sizes, against the theory."""
+
+import math
+from typing import Any, ClassVar, Self
+
+import pydantic
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from solver_plugins.dropblock import GridBlocks, global_minimum, theta_bar_of
+from solver_plugins.dropblock.retain import check_divides
+from solver_plugins.studies.base import Cell, Context, Results, Study, Table
+from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.shallow import ShallowConfig, objective_of, synthetic, train
+
+TRAINED = "trained"
+
+
+class RankConfig(ShallowConfig):
+    """Settings of the study of rank and balance."""
+
+    thetas: list[float] = Field([0.3, 0.5, 0.7, 0.9], min_length=1, description="Retain probabilities.")
+    block_sizes: list[int] = Field([1, 2, 5, 10, 25, 50], min_length=1, description="Each divides the width.")
+    threshold: float = Field(0.01, gt=0, lt=1, description="Singular values below this share of the first are zero.")
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> Self:
+        for size in self.block_sizes:
+            if size < 1:
+                raise ValueError(f"expected block sizes of at least one; found {size}")
+            check_divides(size, self.sizes.hidden)
+        if not all(0 < theta < 1 for theta in self.thetas):
+            raise ValueError("expected every theta, the probability to be kept, in (0, 1)")
+        return self
+
+
+@register_study
+class DropBlockRank(Study[RankConfig]):
+    """Rank and balance of trained networks over retain probabilities and block sizes, against Theorems 2.5 and 2.7."""
+
+    name = "dropblock-rank"
+    tags = ("dropblock", "synthetic")
+    reference = (
+        "Theorems 2.5 to 2.7 of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and "
+        "Haeffele, CVPR 2020); the paper has no such table"
+    )
+    Config: ClassVar[Any] = RankConfig
+
+    def cells(self) -> list[Cell]:
+        return [
+            Cell(TRAINED, seed, (("theta", theta), ("block", size)))
+            for theta in self.config.thetas
+            for size in self.config.block_sizes
+            for seed in self.config.seeds
+        ]
+
+    def run(self, cell: Cell, context: Context) -> dict[str, Any]:
+        config, theta, r = self.config, float(cell["theta"]), int(cell["block"])
+        problem = synthetic(config.sizes, cell.seed)
+        minimum = global_minimum(problem.Y, theta_bar_of(theta, config.sizes.hidden, r), r, problem.X)
+        trained = train(problem, config.descent, objective_of(problem, GridBlocks(theta, r)), None, context)
+        found = torch.linalg.svdvals(problem.X @ trained.V @ trained.U.mT)
+        predicted = minimum.singular_values
+        return {
+            "gap": trained.objective[-1] / minimum.objective - 1,
+            "attainable": r * minimum.fewest_blocks <= config.sizes.hidden,
+            "rank": _rank(found, config.threshold),
+            "predicted_rank": _rank(predicted, config.threshold),
+            "effective_rank": effective_rank(found),
+            "predicted_effective_rank": effective_rank(predicted),
+            "singular_value_error": float((found - predicted).norm() / predicted.norm()),
+            "balance": balance(problem.X, trained.U, trained.V, r),
+            "balance_at_first": balance(problem.X, problem.U, problem.V, r),
+            "curves": {"singular_values": found.tolist(), "predicted": predicted.tolist()},
+        }
+
+    def tables(self, results: Results) -> list[Table]:
+        rows = [
+            (
+                f"{one.cell['theta']:g}, {one.cell['block']}, seed {one.cell.seed}",
+                f"{100 * one.values['gap']:.3f}%" + ("" if one.values["attainable"] else " (bound)"),
+                f"{one.values['rank']}",
+                f"{one.values['predicted_rank']}",
+                f"{one.values['effective_rank']:.1f}",
+                f"{one.values['predicted_effective_rank']:.1f}",
+                f"{one.values['balance_at_first']:.2f} → {one.values['balance']:.2f}",
+            )
+            for one in results
+        ]
+        return [
+            Table(
+                "Trained without sampling, against the closed form",
+                ("theta, block", "gap", "rank", "predicted", "effective rank", "predicted", "balance"),
+                rows,
+                "Rank: singular values of the output above "
+                f"{100 * self.config.threshold:g}% of the first. Effective rank: exp of their entropy. "
+                "Balance: smallest over largest norm of the blocks' outputs, at first and at last; 1 by Theorem 2.5. "
+                "(bound): this width has too few blocks to attain the closed form.",
+            )
+        ]
+
+    def summary(self, results: Results) -> dict[str, Any]:
+        reached = [one.values for one in results if one.values["attainable"]]
+        return {
+            "largest_gap": max(results.each("gap")),
+            "largest_gap_where_attainable": max((one["gap"] for one in reached), default=None),
+            "smallest_balance": min(results.each("balance")),
+            "largest_singular_value_error": max(results.each("singular_value_error")),
+        }
+
+    def draw(self, results: Results) -> Any:
+        from solver_plugins.studies.figures import COLOURS, legend, name_each, new_figure, whole_numbers
+
+        figure, axes = new_figure(1, 3)
+        ranks, values, balances = axes[0]
+        seed = self.config.seeds[0]
+        sizes = sorted(self.config.block_sizes)
+        for index, theta in enumerate(self.config.thetas):
+            shown = [results.of(theta=theta, block=size, seed=seed)[0].values for size in sizes]
+            colour = COLOURS[index % len(COLOURS)]
+            ranks.plot(
+                sizes, [one["effective_rank"] for one in shown], "o", color=colour, label=rf"$\theta$ = {theta:g}"
+            )
+            ranks.plot(sizes, [one["predicted_effective_rank"] for one in shown], "-", color=colour)
+            balances.plot(sizes, [one["balance"] for one in shown], "o-", color=colour, label=rf"$\theta$ = {theta:g}")
+        middle = self.config.thetas[len(self.config.thetas) // 2]
+        for index, size in enumerate(sizes):
+            curves = results.of(theta=middle, block=size, seed=seed)[0].values["curves"]
+            colour = COLOURS[index % len(COLOURS)]
+            numbers = range(1, len(curves["predicted"]) + 1)
+            values.plot(numbers, curves["singular_values"], "o", markersize=3, color=colour, label=f"blocks of {size}")
+            values.plot(numbers, curves["predicted"], "-", color=colour)
+        for panel in (ranks, balances):
+            name_each(panel, sizes)
+            panel.set_xlabel("block size", fontsize=9)
+        ranks.set_ylabel("effective rank of the output", fontsize=9)
+        ranks.set_title("dots: trained, lines: predicted", fontsize=10)
+        values.set_xlabel("number", fontsize=9)
+        whole_numbers(values)
+        values.set_ylabel("singular value of the output", fontsize=9)
+        values.set_title(rf"$\theta$ = {middle:g}", fontsize=10)
+        balances.set_ylabel("smallest / largest block", fontsize=9)
+        balances.set_ylim(0, 1.05)
+        for panel in axes[0]:
+            legend(panel)
+        return figure
+
+
+def _rank(values: Tensor, threshold: float) -> int:
+    return int((values > threshold * values[0]).sum())
+
+
+def effective_rank(values: Tensor) -> float:
+    """Returns the exponential of the entropy of the singular values (Roy and Vetterli, 2007)."""
+    shares = values / values.sum()
+    shares = shares[shares > 0]
+    return math.exp(float(-(shares * shares.log()).sum()))
+
+
+def balance(X: Tensor, U: Tensor, V: Tensor, r: int) -> float:
+    """Returns the smallest over the largest ``|X V_k U_k^T|_F`` of the blocks k."""
+    features, weights = (X @ V).unflatten(1, (-1, r)), U.unflatten(1, (-1, r))
+    squares = torch.einsum("nkr,nks,akr,aks->k", features, features, weights, weights)
+    # A single block is balanced; one that is zero beside one that is not is not.
+    return float((squares.min() / squares.max()).clamp(min=0).sqrt()) if float(squares.max()) > 0 else 1.0

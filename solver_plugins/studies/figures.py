@@ -1,0 +1,59 @@
+"""Pictures of studies: one style, and colours that can be told apart without colour vision."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
+"""Okabe and Ito's, those that show on white first."""
+STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+"""A second way to tell lines apart, for prints without colour."""
+
+
+def new_figure(rows: int, columns: int, *, width: float = 4.2, height: float = 3.0) -> tuple[Figure, list[list[Any]]]:
+    """Returns a figure and its axes, row by row; width and height are those of one panel, in inches."""
+    figure = Figure(figsize=(max(5.0, width * columns), height * rows), layout="constrained")
+    # Not pyplot: it would need a display, and keep the figure.
+    FigureCanvasAgg(figure)
+    axes = [
+        [figure.add_subplot(rows, columns, row * columns + one + 1) for one in range(columns)] for row in range(rows)
+    ]
+    for one in (panel for line in axes for panel in line):
+        one.grid(color="#dddddd", linewidth=0.8)
+        one.set_axisbelow(True)
+        one.tick_params(labelsize=9)
+        for side in ("top", "right"):
+            one.spines[side].set_visible(False)
+    return figure, axes
+
+
+def legend(axes: Any, *, outside: bool = False) -> None:
+    """Adds a small legend without a frame, on the right of the axes where they are full."""
+    place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if outside else {}
+    axes.legend(frameon=False, fontsize=8, **place)
+
+
+def whole_numbers(axes: Any) -> None:
+    """Names whole numbers only on the horizontal axis."""
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def name_each(axes: Any, values: list[int]) -> None:
+    """Names these values, and no others, on the horizontal axis, which is logarithmic."""
+    axes.set_xscale("log")
+    axes.set_xticks(values, [str(value) for value in values])
+    axes.set_xticks([], minor=True)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes the figure; the ending of the path says the format."""
+    figure.savefig(path, dpi=150)
+
+
+def nan_for_none(values: list[float | None]) -> list[float]:
+    """Returns what a line can be drawn through: gaps where there is no number."""
+    return [math.nan if value is None else value for value in values]

@@ -1,0 +1,166 @@
+"""The folder of a study's run: whose it is, and the results of its cells, one file each.
+
+A cell's file is written when the cell is done, whole or not at all, so a run that was killed goes on with the next
+one. Several processes take cells from the same folder: a file that only one of them can create says who has which.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from solver_plugins.config import _load_yaml
+from solver_plugins.studies.base import Cell, Measured, StudyConfig
+from solver_plugins.studies.errors import CellError
+from solver_plugins.train.errors import OutputError
+from solver_plugins.train.outputs import write_whole
+
+STUDY = "study.yaml"
+CELLS = "cells"
+METRICS = "metrics.json"
+TABLE = "table.md"
+FIGURE = "figure.png"
+_STOP = ".stop"
+_ADVICE = "choose another --output, or replace it with --overwrite."
+
+
+class RunFolder:
+    """The results of one study with one config.
+
+    Args:
+        place: The folder.
+    """
+
+    def __init__(self, place: Path):
+        self.place = place
+
+    def open(self, study: str, scale: str, config: StudyConfig, overwrite: bool) -> None:
+        """Makes the folder, or checks that it holds a run of the same study and config; call it in one process.
+
+        Raises:
+            OutputError: If it holds something else.
+        """
+        place = self.place
+        if place.exists() and not place.is_dir():
+            raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")
+        held = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+        if held and STUDY not in held:
+            raise OutputError(
+                f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of a study: choose "
+                "another with --output."
+            )
+        if held and overwrite:
+            # Whose it is last: what is left of an interrupted removal is a run still.
+            for name in (CELLS, METRICS, TABLE, FIGURE, STUDY):
+                path = place / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        elif held:
+            self._check_same(study, config)
+        (place / CELLS).mkdir(parents=True, exist_ok=True)
+        # What processes that were killed had begun.
+        for path in (place / CELLS).glob(".*"):
+            path.unlink()
+        identity = {"study": study, "scale": scale, "config": config.options()}
+        if not (place / STUDY).is_file():
+            write_whole(place / STUDY, yaml.safe_dump(identity, sort_keys=False))
+
+    def _check_same(self, study: str, config: StudyConfig) -> None:
+        try:
+            before = _load_yaml((self.place / STUDY).read_text(encoding="utf-8"))
+            other, options = before["study"], dict(before["config"])
+        except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+            found = f"{type(error).__name__}: {error}"
+            raise OutputError(f"Cannot read {str(self.place / STUDY)!r} ({found}): {_ADVICE}") from None
+        if other != study:
+            raise OutputError(f"The output folder {str(self.place)!r} holds a run of the study {other!r}: {_ADVICE}")
+        now = config.options()
+        different = [key for key in {**options, **now} if options.get(key) != now.get(key)]
+        if different:
+            key = different[0]
+            raise OutputError(
+                f"The run in {str(self.place)!r} has another {', '.join(different)} (there {key}: "
+                f"{options.get(key)!r}, now {now.get(key)!r}), so it cannot go on: {_ADVICE}"
+            )
+
+    def is_done(self, cell: Cell) -> bool:
+        """Whether a cell has been measured."""
+        return self._file(cell).is_file()
+
+    def claim(self, cell: Cell) -> bool:
+        """Takes a cell for this process; False if it is done or another process has it, or the run has stopped."""
+        if self.is_done(cell) or (self.place / CELLS / _STOP).exists():
+            return False
+        try:
+            self._claim(cell).open("x").close()
+        except FileExistsError:
+            return False
+        if self.is_done(cell):
+            # Done, and given back, between the first look and the claim.
+            self._claim(cell).unlink()
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Lets no process begin another cell."""
+        with contextlib.suppress(OSError):
+            (self.place / CELLS / _STOP).touch()
+
+    def save(self, measured: Measured) -> None:
+        """Writes the result of a cell.
+
+        Raises:
+            CellError: If it holds what JSON cannot, NaN for instance.
+        """
+        cell = measured.cell
+        content = {
+            "arm": cell.arm, "seed": cell.seed, "setting": dict(cell.setting), "values": measured.values,
+            "seconds": round(measured.seconds, 3), "cpu_seconds": round(measured.cpu_seconds, 3),
+        }  # fmt: skip
+        try:
+            text = json.dumps(content, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise CellError(f"The result of the cell {cell.name} cannot be written as JSON: {error}.") from error
+        write_whole(self._file(cell), text)
+        self._claim(cell).unlink(missing_ok=True)
+
+    def load(self, cell: Cell) -> Measured:
+        """Reads the result of a cell.
+
+        Raises:
+            CellError: If there is none, or it is damaged.
+        """
+        path = self._file(cell)
+        try:
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return Measured(cell, found["values"], found["seconds"], found["cpu_seconds"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CellError(
+                f"Cannot read the result {str(path)!r} ({type(error).__name__}: {error}). Delete it and run the study "
+                "again; processes on several machines need a folder that all of them see."
+            ) from None
+
+    def write(self, name: str, text: str) -> None:
+        """Writes a text file of the report."""
+        write_whole(self.place / name, text)
+
+    def write_file(self, name: str, make: Callable[[Path], None]) -> None:
+        """Lets ``make`` write a file of the report, whole or not at all."""
+        path = self.place / name
+        # The same ending: it says the format.
+        partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
+        try:
+            make(partial)
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def _claim(self, cell: Cell) -> Path:
+        return self.place / CELLS / f".{cell.name}.claim"
+
+    def _file(self, cell: Cell) -> Path:
+        return self.place / CELLS / f"{cell.name}.json"

@@ -1,0 +1,90 @@
+"""Image data sets as tensors, for studies whose networks are small."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from solver_plugins.config import StrictConfig
+from solver_plugins.train.config import DataSection
+from solver_plugins.train.data import Splits, load_splits
+from solver_plugins.train.errors import DataError
+
+
+class ImageData(StrictConfig):
+    """Where the images come from; see ``data`` of ``solver-plugins finetune``."""
+
+    name: str = Field("digits", description="'digits' (embedded), a folder (save_to_disk, imagefolder), or a hub id.")
+    config: str | None = Field(None, description="The configuration of a hub data set that has several.")
+    train: str = Field("train", description="The split to train on; slices such as 'train[:90%]' are fine.")
+    validation: str = Field("test", description="The split that is looked at during training.")
+    test: str | None = Field(None, description="The split that is looked at once, at the end; null for none.")
+    image: str | None = Field(None, description="The column of images; found by itself by default.")
+    label: str | None = Field(None, description="The column of labels; found by itself by default.")
+
+    def load(self) -> "Images":
+        """Loads all splits.
+
+        Raises:
+            DataError: If there is no such data, or images differ in size.
+        """
+        options = {key: getattr(self, key) for key in ("name", "config", "train", "image", "label")}
+        splits = load_splits(DataSection.parse({**options, "eval": self.validation}))
+        mode = splits.train[0][splits.column].mode
+        train = _part(splits.train, splits, mode, self.train)
+        validation = _part(splits.eval, splits, mode, self.validation)
+        test = None
+        if self.test is not None:
+            test = _part(load_splits(DataSection.parse({**options, "eval": self.test})).eval, splits, mode, self.test)
+        return Images(train, validation, test, len(splits.classes))
+
+
+@dataclass(frozen=True)
+class Part:
+    """One split: images (N, C, H, W) with values from 0 to 1, and the numbers of their classes."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def to(self, device: torch.device) -> "Part":
+        """Returns the split on a device."""
+        return Part(self.images.to(device), self.labels.to(device))
+
+
+@dataclass(frozen=True)
+class Images:
+    """All splits of a data set."""
+
+    train: Part
+    validation: Part
+    test: Part | None
+    classes: int
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width."""
+        channels, height, width = self.train.images.shape[1:]
+        return channels, height, width
+
+
+def _part(found: Any, splits: Splits, mode: str, name: str) -> Part:
+    import numpy
+
+    mode = mode if mode in ("L", "RGB") else "RGB"
+    arrays = [numpy.asarray(image.convert(mode), dtype=numpy.uint8) for image in found[splits.column]]
+    sizes = sorted({array.shape[:2] for array in arrays})
+    if len(sizes) > 1:
+        raise DataError(
+            f"Expected images of one size in the split {name!r}; found {sizes[0][1]}x{sizes[0][0]} and "
+            f"{sizes[-1][1]}x{sizes[-1][0]}. Resize them first."
+        )
+    pixels = torch.from_numpy(numpy.stack(arrays))
+    pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
+    numbers = {text: number for number, text in enumerate(splits.classes)}
+    labels = [numbers[label] if isinstance(label, str) else int(label) for label in found[splits.label]]
+    return Part(pixels.contiguous().float() / 255, torch.tensor(labels))

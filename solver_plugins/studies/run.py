@@ -1,0 +1,190 @@
+"""Runs a study: every cell that is not done yet, then tables, figure and ``metrics.json``."""
+
+import json
+import platform
+import shlex
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from solver_plugins.errors import OptionError
+from solver_plugins.studies.base import Cell, Context, Measured, Results, Study, StudyConfig, Table
+from solver_plugins.studies.folder import FIGURE, METRICS, TABLE, RunFolder
+from solver_plugins.studies.processes import Team
+from solver_plugins.studies.registry import STUDIES
+from solver_plugins.train.randomness import seeded
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves behind.
+
+    Attributes:
+        folder: Where ``metrics.json``, ``table.md``, ``figure.png`` and the cells are.
+        tables: The tables.
+        metrics: What is in ``metrics.json``.
+    """
+
+    folder: Path
+    tables: list[Table]
+    metrics: dict[str, Any]
+
+
+def run_study(
+    name: str,
+    config: StudyConfig,
+    output: str | Path,
+    *,
+    scale: str = "own",
+    overwrite: bool = False,
+    command: str | None = None,
+) -> Outcome:
+    """Runs a study, or what is left of it; call it in every process of a launch.
+
+    Args:
+        name: The study.
+        config: Its settings; see :func:`read_study_config`.
+        output: The folder. A run of the same study and config in it is continued.
+        scale: What the settings are called in the report.
+        overwrite: Whether another run in that folder is replaced.
+        command: How it was started, for the report.
+
+    Raises:
+        SolverPluginsError: Of some kind, for everything that a user can put right; cells that are done stay.
+    """
+    study = STUDIES.get(name)(config)
+    cells = study.cells()
+    _check_cells(name, cells)
+    folder = RunFolder(Path(output).expanduser())
+    with Team() as team:
+        # Before the folder is made: a mistake in the config leaves nothing behind.
+        failed = _attempt(study.prepare)
+        team.agree(failed)
+        team.first(lambda: folder.open(name, scale, config, overwrite))
+        team.agree(_attempt(lambda: _measure(study, cells, folder, team)))
+        results = Results(folder.load(cell) for cell in cells)
+        metrics = _metrics(study, scale, results, team)
+        tables = study.tables(results)
+        team.first(lambda: _report(study, results, tables, metrics, folder, command))
+    return Outcome(folder.place, tables, metrics)
+
+
+def _check_cells(name: str, cells: list[Cell]) -> None:
+    names = [cell.name for cell in cells]
+    if not names:
+        raise OptionError(f"The study {name!r} has nothing to measure with these settings.")
+    twice = sorted({one for one in names if names.count(one) > 1})
+    if twice:
+        raise OptionError(f"The study {name!r} would measure {twice[0]} twice; give each value once.")
+
+
+def _attempt(do: Any) -> Exception | None:
+    """Returns the error, so that the other processes can be told of it before it is raised."""
+    try:
+        do()
+    except Exception as error:
+        return error
+    return None
+
+
+def _measure(study: Study[Any], cells: list[Cell], folder: RunFolder, team: Team) -> None:
+    talks = team.index == 0
+    with tqdm(total=len(cells), desc=study.name, unit="cell", disable=None if talks else True) as bar:
+        for cell in cells:
+            bar.update(sum(folder.is_done(one) for one in cells) - bar.n if talks else 0)
+            if not folder.claim(cell):
+                continue
+            try:
+                folder.save(_run_cell(study, cell, team.device, talks))
+            except BaseException:
+                # Also when it is interrupted: nobody should begin another cell.
+                folder.stop()
+                raise
+        bar.update(len(cells) - bar.n if talks else 0)
+
+
+def _run_cell(study: Study[Any], cell: Cell, device: torch.device, talks: bool) -> Measured:
+    def steps(count: int) -> Iterable[int]:
+        shown: Iterable[int] = tqdm(range(count), desc=cell.name, leave=False, disable=None if talks else True)
+        return shown
+
+    start, cpu = time.perf_counter(), time.process_time()
+    with seeded(study.name, cell.seed, devices=device.type == "cuda"):
+        values = study.run(cell, Context(steps, device))
+    return Measured(cell, values, time.perf_counter() - start, time.process_time() - cpu)
+
+
+def _metrics(study: Study[Any], scale: str, results: Results, team: Team) -> dict[str, Any]:
+    return {
+        "study": study.name,
+        "reference": study.reference,
+        "scale": scale,
+        "config": study.config.options(),
+        "summary": study.summary(results),
+        "cells": [
+            {
+                "arm": one.cell.arm,
+                "seed": one.cell.seed,
+                **dict(one.cell.setting),
+                **{key: value for key, value in one.values.items() if key != "curves"},
+            }
+            for one in results
+        ],
+        "made": {
+            "date": datetime.now(UTC).date().isoformat(),
+            "torch": torch.__version__,
+            "machine": _processor(),
+            "device": team.device.type,
+            "threads": torch.get_num_threads(),
+            "seconds": {one.cell.name: one.seconds for one in results},
+            "cpu_seconds": {one.cell.name: one.cpu_seconds for one in results},
+        },
+    }
+
+
+def _processor() -> str:
+    """Returns the processor's name, where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def _report(
+    study: Study[Any],
+    results: Results,
+    tables: list[Table],
+    metrics: dict[str, Any],
+    folder: RunFolder,
+    command: str | None,
+) -> None:
+    from solver_plugins.studies.figures import save_figure
+
+    figure = study.draw(results)
+    folder.write_file(FIGURE, lambda path: save_figure(figure, path))
+    folder.write(TABLE, page(study, tables, metrics, command))
+    # Last: who finds it finds the others, too.
+    folder.write(METRICS, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
+
+
+def page(study: Study[Any], tables: list[Table], metrics: dict[str, Any], command: str | None) -> str:
+    """Returns the report as Markdown."""
+    made = metrics["made"]
+    minutes = sum(made["seconds"].values()) / 60
+    how = command or f"solver-plugins study run {shlex.quote(study.name)} --scale {metrics['scale']}"
+    seeds = ", ".join(str(seed) for seed in study.config.seeds)
+    return (
+        f"# {study.name}\n\n{study.reference}\n\n"
+        + "\n".join(table.markdown() for table in tables)
+        + f"\n![{study.name}]({FIGURE})\n\n"
+        f"`{how}`, {made['date']}, seeds {seeds}, {minutes:.1f} minutes of cells on {made['threads']} threads "
+        f"({made['machine']}, {made['device']}), torch {made['torch']}.\n"
+    )

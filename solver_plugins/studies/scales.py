@@ -1,0 +1,83 @@
+"""The settings of a study: one YAML file with a part for each scale, and ``key=value`` on top of it.
+
+common: {...}      # what the scales share
+scales:
+  smoke: {...}     # seconds: does it run?
+  short: {...}     # minutes on two cores: does the effect show?
+  paper: {...}     # the paper's own sizes and schedules
+"""
+
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from solver_plugins.config import _load_yaml
+from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.studies.base import StudyConfig
+from solver_plugins.studies.registry import STUDIES
+from solver_plugins.train.config import _override
+
+SCALES = ("smoke", "short", "paper")
+
+
+def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = ()) -> StudyConfig:
+    """Returns the settings of a study at a scale, changed by ``key=value`` texts.
+
+    Raises:
+        UnknownNameError: If there is no such study.
+        OptionError: If there is no such scale, or an option is unknown or does not fit.
+    """
+    study = STUDIES.get(name)
+    if scale not in SCALES:
+        raise OptionError(f"Unknown scale {scale!r}.{did_you_mean(scale, SCALES)}")
+    path = study.settings or _settings_file(name)
+    parts = _read(path)
+    options = _merged(parts["common"], parts["scales"][scale])
+    for text in changes:
+        _override(options, text)
+    return study.Config.parse(options, owner=f"The study {name!r} at scale {scale!r}")
+
+
+def _settings_file(name: str) -> Path:
+    places = [
+        Path(__file__).parents[2] / "configs" / "studies",
+        Path(sysconfig.get_path("data")) / "share" / "solver_plugins" / "studies",
+    ]
+    for place in places:
+        if (place / f"{name}.yaml").is_file():
+            return place / f"{name}.yaml"
+    raise OptionError(
+        f"Expected {name}.yaml in {' or '.join(map(str, places))}; found none. Install solver_plugins again; a study "
+        "of another package says where its file is by its attribute 'settings'."
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = _load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"Cannot read the settings {str(path)!r}: {error.strerror}.") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise OptionError(f"The settings {str(path)!r} are not valid YAML: {error}.") from None
+    scales = found.get("scales") if isinstance(found, dict) else None
+    if not isinstance(scales, dict) or set(scales) != set(SCALES) or not set(found) <= {"common", "scales"}:
+        raise OptionError(
+            f"Expected the settings {str(path)!r} to have 'scales' with {', '.join(SCALES)}, and perhaps 'common', and "
+            "nothing else."
+        )
+    parts = {"common": found.get("common") or {}, "scales": {key: value or {} for key, value in scales.items()}}
+    if not all(isinstance(part, dict) for part in (parts["common"], *parts["scales"].values())):
+        raise OptionError(f"Expected options in every part of the settings {str(path)!r}.")
+    return parts
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns both, section by section; where both have a value it is that of ``above``."""
+    result = dict(below)
+    for key, value in above.items():
+        old = result.get(key)
+        result[key] = _merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return result

@@ -1,0 +1,223 @@
+"""The paper's synthetic problem and its linear network with one hidden layer (section 5.1).
+
+``X`` (N, b) standard normal, ``Y = X V_true U_true^T`` (N, a); the network is ``X V U^T`` with ``V`` (b, d) and
+``U`` (a, d). All matrices are standard normal at first.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from solver_plugins.config import StrictConfig
+from solver_plugins.dropblock import Scheme, omega
+from solver_plugins.studies.base import Context, StudyConfig
+from solver_plugins.train.randomness import seed_for
+
+POINTS = 300
+"""At most how many points of a curve are kept, half of them spread evenly, half over the powers of ten."""
+
+
+class Sizes(StrictConfig):
+    """The sizes of the synthetic problem."""
+
+    samples: int = Field(1000, ge=2, description="N.")
+    inputs: int = Field(100, ge=1, description="b.")
+    hidden: int = Field(50, ge=1, description="d, the width that is dropped from.")
+    outputs: int = Field(80, ge=1, description="a.")
+
+
+class Descent(StrictConfig):
+    """How the network is trained. The loss of a batch is half its mean squared error, as in Algorithm 1."""
+
+    optimizer: Literal["adam", "sgd"] = Field("adam", description="Adam, or the plain SGD of Algorithm 1.")
+    lr: float = Field(0.02, gt=0, description="Learning rate at the beginning.")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="Of the learning rate.")
+    iterations: int = Field(6000, ge=2, description="Steps; one batch and one draw of masks each.")
+    batch_size: int | None = Field(None, ge=1, description="Samples of a step; all of them by default.")
+
+
+class ShallowConfig(StudyConfig):
+    """What the studies of the synthetic problem share."""
+
+    sizes: Sizes = Sizes()
+    descent: Descent = Descent()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data and first weights, in float64.
+
+    Attributes:
+        X: Inputs.
+        Y: Targets.
+        U: First weights of the last layer.
+        V: First weights of the first layer.
+    """
+
+    X: Tensor
+    Y: Tensor
+    U: Tensor
+    V: Tensor
+
+    def compressed(self) -> "Problem":
+        """Returns a problem with at most b samples and the same objective for all weights and schemes.
+
+        Y lies in what X reaches, and ``X = Q R``: then ``|Y - X A|^2 = |Q^T Y - R A|^2``, and ``X V`` has the Gram
+        matrix of ``R V``.
+        """
+        if len(self.X) <= self.X.shape[1]:
+            return self
+        Q, R = torch.linalg.qr(self.X)
+        return Problem(R, Q.mT @ self.Y, self.U, self.V)
+
+
+def synthetic(sizes: Sizes, seed: int, shape_inputs: Callable[[Tensor], Tensor] = lambda X: X) -> Problem:
+    """Draws the problem; ``shape_inputs`` may give the inputs another covariance."""
+    generator = torch.Generator().manual_seed(seed_for("synthetic", seed))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    X = shape_inputs(normal(sizes.samples, sizes.inputs))
+    # The true factors are as wide as the network's.
+    U_true, V_true = normal(sizes.outputs, sizes.hidden), normal(sizes.inputs, sizes.hidden)
+    return Problem(X, X @ V_true @ U_true.mT, normal(sizes.outputs, sizes.hidden), normal(sizes.inputs, sizes.hidden))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The weights after training, in float64, and the curves.
+
+    Attributes:
+        U: Of the last layer.
+        V: Of the first layer.
+        iterations: Where the curves were read.
+        sampled: The objective with the masks of that step, over the samples of its batch, scaled to all of them; empty
+            where nothing is sampled.
+        objective: The deterministic objective with the same weights.
+    """
+
+    U: Tensor
+    V: Tensor
+    iterations: list[int]
+    sampled: list[float]
+    objective: list[float]
+
+
+Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From a batch of X, V and U to outputs, with masks drawn from the global random state."""
+Objective = Callable[[Tensor, Tensor], Tensor]
+"""From U and V to the deterministic objective."""
+
+
+def train(
+    problem: Problem, descent: Descent, objective: Objective, predict: Predict | None, context: Context
+) -> Trained:
+    """Trains the network with sampled masks, or without any on the deterministic objective itself.
+
+    Args:
+        problem: Data and first weights.
+        descent: The schedule.
+        objective: The deterministic objective, for the curve, and to descend on where nothing is sampled.
+        predict: Predictions with masks; None for none.
+        context: Where it runs.
+    """
+    dtype = torch.float32 if predict is not None else torch.float64
+    X, Y = problem.X.to(dtype), problem.Y.to(dtype)
+    U, V = (one.to(dtype, copy=True).requires_grad_() for one in (problem.U, problem.V))
+    count = len(X)
+    size = min(descent.batch_size or count, count)
+    optimizer = _optimizer(descent, [U, V])
+    read_at = _places(descent.iterations)
+    places: list[int] = []
+    sampled: list[float] = []
+    objectives: list[float] = []
+    for step in context.steps(descent.iterations):
+        for one in optimizer.param_groups:
+            one["lr"] = descent.lr * _factor(descent, step)
+        if predict is None:
+            value = objective(U, V)
+            loss = value / (2 * count)
+        else:
+            rows = slice(None) if size == count else torch.randint(count, (size,))
+            value = (Y[rows] - predict(X[rows], V, U)).square().sum() * (count / size)
+            loss = value / (2 * count)
+        if step in read_at:
+            places.append(step)
+            with torch.no_grad():
+                objectives.append(float(objective(U.double(), V.double())))
+            if predict is not None:
+                sampled.append(float(value.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    U, V = U.detach().double(), V.detach().double()
+    places.append(descent.iterations)
+    objectives.append(float(objective(U, V)))
+    return Trained(U, V, places, sampled, objectives)
+
+
+def _places(iterations: int) -> set[int]:
+    even = torch.linspace(0, iterations - 1, POINTS // 2)
+    powers = torch.logspace(0, math.log10(iterations), POINTS // 2) - 1
+    return {min(max(int(place), 0), iterations - 1) for place in torch.cat([even, powers]).round().tolist()}
+
+
+def _optimizer(descent: Descent, weights: list[Tensor]) -> torch.optim.Optimizer:
+    if descent.optimizer == "sgd":
+        return torch.optim.SGD(weights, lr=descent.lr)
+    return torch.optim.Adam(weights, lr=descent.lr, betas=(0.9, 0.99))
+
+
+def _factor(descent: Descent, step: int) -> float:
+    if descent.schedule == "constant":
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * step / descent.iterations))
+
+
+def objective_of(problem: Problem, scheme: Scheme) -> Objective:
+    """Returns the deterministic objective of a scheme (Lemma 2.1, Lemma 3.1) on the compressed problem."""
+    return objective_with(problem, scheme.characteristic_matrix((problem.U.shape[1],)))
+
+
+def objective_with(problem: Problem, cbar: Tensor) -> Objective:
+    """Returns the deterministic objective of masks with a characteristic matrix (Lemma 3.1)."""
+    small = problem.compressed()
+
+    def objective(U: Tensor, V: Tensor) -> Tensor:
+        features = small.X.to(U) @ V
+        return (small.Y.to(U) - features @ U.mT).square().sum() + omega(U, features, cbar)
+
+    return objective
+
+
+def finite_curves(trained: Trained) -> dict[str, list[Any]]:
+    """Returns the curves as a cell's file has them: None where training has diverged."""
+    curves: dict[str, Any] = {
+        "iteration": trained.iterations,
+        "sampled": trained.sampled,
+        "objective": trained.objective,
+    }
+    return {key: [value if math.isfinite(value) else None for value in values] for key, values in curves.items()}
+
+
+def agreement(trained: Trained) -> dict[str, float | None]:
+    """Compares sampled objectives with the deterministic one at the same weights.
+
+    The masks of a step are independent of its weights, so each ratio is one on average: so is their mean, up to a
+    standard error.
+    """
+    ratios = torch.tensor(
+        [one / other for one, other in zip(trained.sampled, trained.objective, strict=False)], dtype=torch.float64
+    )
+    if len(ratios) < 2:
+        return {"sampled_over_deterministic": None, "standard_error": None}
+    return {
+        "sampled_over_deterministic": float(ratios.mean()),
+        "standard_error": float(ratios.std() / math.sqrt(len(ratios))),
+    }

@@ -1,0 +1,57 @@
+"""``solver-plugins study``: listing, running, and one message with exit code 2 for every mistake."""
+
+import json
+
+import pytest
+
+from solver_plugins.studies import list_studies
+from tests.cli.test_app import run
+
+
+def test_list_names_every_study(capsys):
+    code, out, _ = run(capsys, "study", "list")
+    assert code == 0 and all(name in out for name in list_studies()) and "Fig. 1 of" in out
+    code, out, _ = run(capsys, "study", "list", "dropblock", "--json")
+    assert code == 0 and "dropblock-fig1" in [row["name"] for row in json.loads(out)]
+
+
+def test_run_prints_the_table(capsys, tmp_path):
+    arguments = ("study", "run", "dropblock-fig1", "descent.iterations=20", "--scale", "smoke", "--output")
+    code, out, err = run(capsys, *arguments, str(tmp_path / "run"))
+    assert code == 0 and "Traceback" not in err
+    assert "| theta, training |" in out and "Report:" in out
+    assert "descent.iterations=20 --scale smoke`" in (tmp_path / "run" / "table.md").read_text()
+    again = run(capsys, *arguments, str(tmp_path / "run"))
+    assert again[0] == 0 and again[1] == out
+
+
+def test_dry_run_writes_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = run(capsys, "study", "run", "dropblock-fig1", "--scale", "paper", "--dry-run")
+    assert code == 0 and "iterations: 100000" in out and "6 cells: sampled_theta=0.5_seed=0" in out
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("dropblok-fig1",), "Did you mean 'dropblock-fig1'"),
+        (("dropblock-fig1", "--scale", "tiny"), "smoke"),
+        (("dropblock-fig1", "theta=0.5"), "Did you mean 'thetas'"),
+        (("dropblock-fig1", "thetas"), "key=value"),
+        (("dropblock-fig1", "block_size=3", "--scale", "smoke"), "The nearest that divide it"),
+    ],
+)
+def test_mistakes_are_one_message(capsys, tmp_path, arguments, message):
+    code, out, err = run(capsys, "study", "run", *arguments, "--output", str(tmp_path / "run"))
+    assert code == 2 and not out
+    assert err.startswith("Error: ") and message in err and "Traceback" not in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_output_of_another_config(capsys, tmp_path):
+    arguments = ("study", "run", "dropblock-fig1", "--scale", "smoke", "--output", str(tmp_path / "run"))
+    assert run(capsys, *arguments, "descent.iterations=3")[0] == 0
+    code, out, err = run(capsys, *arguments, "descent.iterations=4")
+    assert code == 2 and not out and "another descent" in err and "--overwrite" in err
+    assert run(capsys, *arguments, "descent.iterations=4", "--overwrite")[0] == 0
