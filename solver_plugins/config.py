@@ -75,17 +75,17 @@ class StrictConfig(pydantic.BaseModel):
 
     def to_yaml(self) -> str:
         """Returns the config as YAML text."""
-        return yaml.dump(self.options(), Dumper=_Dumper, sort_keys=True)
+        return yaml.dump(self.options(), Dumper=YamlDumper, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str, *, owner: str | None = None) -> Self:
         """Reads the config from JSON text; raises like :meth:`parse`."""
-        return cls._read("JSON", _load_json, text, owner)
+        return cls._read("JSON", load_json, text, owner)
 
     @classmethod
     def from_yaml(cls, text: str, *, owner: str | None = None) -> Self:
         """Reads the config from YAML text (safe loader: no code is ever run); raises like :meth:`parse`."""
-        return cls._read("YAML", _load_yaml, text, owner)
+        return cls._read("YAML", load_yaml, text, owner)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Self:
@@ -190,7 +190,7 @@ def _locate(model: type[pydantic.BaseModel], item: Any) -> _Place:
     for part in item["loc"]:
         field = next((m.model_fields[str(part)] for m in models if part in m.model_fields), None)
         if field is not None:
-            models, description = _models_in(field.annotation), field.description
+            models, description = models_in(field.annotation), field.description
         if field is not None or isinstance(part, int):
             path.append(str(part))
     if item["type"] == "extra_forbidden":
@@ -198,14 +198,15 @@ def _locate(model: type[pydantic.BaseModel], item: Any) -> _Place:
     return _Place(".".join(path), tuple(models), description)
 
 
-def _models_in(annotation: Any) -> list[type[pydantic.BaseModel]]:
+def models_in(annotation: Any) -> list[type[pydantic.BaseModel]]:
     """Returns the models that an annotation mentions, inside of containers and unions too."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
-    return [model for part in typing.get_args(annotation) for model in _models_in(part)]
+    return [model for part in typing.get_args(annotation) for model in models_in(part)]
 
 
-def _load_json(text: str) -> Any:
+def load_json(text: str) -> Any:
+    """Reads JSON; a key given twice and NaN are errors."""
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
@@ -221,7 +222,8 @@ def _refuse_constant(name: str) -> typing.NoReturn:
     raise ValueError(f"{name} is no JSON value")
 
 
-def _load_yaml(text: str) -> Any:
+def load_yaml(text: str) -> Any:
+    """Reads YAML with the safe loader; a key given twice is an error, and ``1e-3`` a number."""
     options = yaml.load(text, Loader=_Loader)
     # An empty file takes every default; an empty list or a lone zero is a mistake.
     return {} if options is None else options
@@ -239,11 +241,11 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-class _Dumper(yaml.SafeDumper):
+class YamlDumper(yaml.SafeDumper):
     """The safe dumper that quotes a string which :class:`_Loader` would read as a number."""
 
 
 # YAML 1.1, which PyYAML follows, wants a dot in every number with an exponent and reads 1e-3 as a string.
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$|[-+]?\.[0-9]+[eE][-+]?[0-9]+$")
-for _class in (_Loader, _Dumper):
+for _class in (_Loader, YamlDumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))

@@ -89,7 +89,7 @@ class ProxProp:
         *,
         process_group: Any = None,
     ):
-        self.steps = _steps(mode)
+        self.steps = cg_steps(mode)
         if not isinstance(tau_theta, (int, float)) or not (0 < tau_theta < math.inf):
             raise OptionError(f"Expected tau_theta to be a positive number; found {tau_theta!r}.")
         if gram not in ("sum", "mean"):
@@ -281,7 +281,12 @@ _Summary = tuple[int, int, bool, list[Any], bool, float, bool]
 whether an input was overwritten."""
 
 
-def _steps(mode: str) -> int | None:
+def cg_steps(mode: str) -> int | None:
+    """Returns how many steps of conjugate gradients a mode takes; None for "exact".
+
+    Raises:
+        OptionError: If it is no mode.
+    """
     if mode == "exact":
         return None
     match = re.fullmatch(r"cg([1-9]\d*)", mode) if isinstance(mode, str) else None

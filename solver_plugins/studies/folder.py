@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from solver_plugins.config import _load_yaml
+from solver_plugins.config import load_yaml
 from solver_plugins.studies.base import Cell, Measured, StudyConfig
 from solver_plugins.studies.errors import CellError
 from solver_plugins.train.errors import OutputError
@@ -71,7 +71,7 @@ class RunFolder:
 
     def _check_same(self, study: str, config: StudyConfig) -> None:
         try:
-            before = _load_yaml((self.place / STUDY).read_text(encoding="utf-8"))
+            before = load_yaml((self.place / STUDY).read_text(encoding="utf-8"))
             other, options = before["study"], dict(before["config"])
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             found = f"{type(error).__name__}: {error}"

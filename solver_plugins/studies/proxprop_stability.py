@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 import pydantic
 from pydantic import Field
 
-from solver_plugins.proxprop.proxprop import _steps
+from solver_plugins.proxprop.proxprop import cg_steps
 from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
 from solver_plugins.studies.images import ImageData, Images
 from solver_plugins.studies.networks import BACKPROP, Training, mlp, train_network
@@ -27,7 +27,7 @@ def check_arms(arms: list[str]) -> None:
     """Raises for an arm that is neither "backprop" nor a mode of ProxProp."""
     for arm in arms:
         if arm != BACKPROP:
-            _steps(arm)
+            cg_steps(arm)
 
 
 class StabilityConfig(StudyConfig):

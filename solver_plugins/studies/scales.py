@@ -14,11 +14,11 @@ from typing import Any
 
 import yaml
 
-from solver_plugins.config import _load_yaml
+from solver_plugins.config import load_yaml
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.studies.base import StudyConfig
 from solver_plugins.studies.registry import STUDIES
-from solver_plugins.train.config import _override
+from solver_plugins.train.config import apply_change
 
 SCALES = ("smoke", "short", "paper")
 
@@ -37,7 +37,7 @@ def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = 
     parts = _read(path)
     options = _merged(parts["common"], parts["scales"][scale])
     for text in changes:
-        _override(options, text)
+        apply_change(options, text)
     return study.Config.parse(options, owner=f"The study {name!r} at scale {scale!r}")
 
 
@@ -57,7 +57,7 @@ def _settings_file(name: str) -> Path:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = _load_yaml(path.read_text(encoding="utf-8"))
+        found = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"Cannot read the settings {str(path)!r}: {error.strerror}.") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:

@@ -8,7 +8,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from solver_plugins.config import StrictConfig, _load_json, _load_yaml
+from solver_plugins.config import StrictConfig, load_json, load_yaml
 from solver_plugins.equilibrium.head import HeadConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.models import read_value
@@ -269,7 +269,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
         OptionError: If the file cannot be read, or an option is unknown or does not fit.
     """
     path = Path(path)
-    readers = {".json": _load_json, ".yaml": _load_yaml, ".yml": _load_yaml}
+    readers = {".json": load_json, ".yaml": load_yaml, ".yml": load_yaml}
     if path.suffix.lower() not in readers:
         raise OptionError(f"Expected a config file ending in {', '.join(readers)}; found {path.name!r}.")
     try:
@@ -281,11 +281,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
     if not isinstance(options, dict):
         raise OptionError(f"Expected sections and options in {str(path)!r}; found {type(options).__name__}.")
     for text in overrides:
-        _override(options, text)
+        apply_change(options, text)
     return FinetuneConfig.parse(options, owner=f"The config {path.name!r}")
 
 
-def _override(options: dict[str, Any], text: str) -> None:
+def apply_change(options: dict[str, Any], text: str) -> None:
+    """Changes options by a ``key=value`` text, in place; raises OptionError if it is none."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -307,6 +308,6 @@ def _value(text: str) -> Any:
     if text in ("", "~", "null", "Null", "NULL"):
         return None
     try:
-        return _load_yaml(text)
+        return load_yaml(text)
     except (ValueError, yaml.YAMLError):
         return text

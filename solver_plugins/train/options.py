@@ -5,7 +5,7 @@ from typing import Any
 import pydantic
 import yaml
 
-from solver_plugins.config import StrictConfig, _Dumper, _models_in
+from solver_plugins.config import StrictConfig, YamlDumper, models_in
 from solver_plugins.train.config import FinetuneConfig
 
 
@@ -17,7 +17,7 @@ def list_options() -> str:
 def _lines(model: type[pydantic.BaseModel], indent: str) -> list[str]:
     lines = []
     for name, field in model.model_fields.items():
-        inner = [one for one in _models_in(field.annotation) if issubclass(one, StrictConfig)]
+        inner = [one for one in models_in(field.annotation) if issubclass(one, StrictConfig)]
         if inner:
             about = (inner[0].__doc__ or "").strip().splitlines()[0].replace("``", "")
             off = field.default is None
@@ -32,5 +32,5 @@ def _default(field: Any) -> str:
     if field.is_required():
         return "..."
     default = field.get_default(call_default_factory=True)
-    text: str = yaml.dump(default, Dumper=_Dumper, default_flow_style=True)
+    text: str = yaml.dump(default, Dumper=YamlDumper, default_flow_style=True)
     return text.replace("\n...\n", "").strip()
