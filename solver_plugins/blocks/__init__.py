@@ -8,7 +8,7 @@ from solver_plugins.blocks.functional import solve_layer, solver_conv1d, solver_
 from solver_plugins.blocks.layer import LayerBlock
 from solver_plugins.blocks.made import take_off
 from solver_plugins.blocks.passthrough import PassThrough, RoutedDropout, install_pass_through, install_route
-from solver_plugins.blocks.refresh import refresh_steps
+from solver_plugins.blocks.refresh import cache_gram, refresh_steps
 from solver_plugins.blocks.stepsize import TrackedStep
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "SolverConv3d",
     "SolverLinear",
     "TrackedStep",
+    "cache_gram",
     "calibrate",
     "install_block",
     "install_chain",

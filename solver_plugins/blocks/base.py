@@ -129,6 +129,8 @@ class SolverBlock(LayerBlock):
         self, input: Tensor, generator: torch.Generator | None, diagnose: bool
     ) -> tuple[Tensor, Diagnostics | None]:
         kernel = self._kernel()
+        # First: it may find that the weights have moved, and drop the Gram matrix.
+        constant = self._current_L(kernel) if self.solver.needs_constant else self.L
         return run_block(
             self.solver,
             self.prior,
@@ -136,11 +138,12 @@ class SolverBlock(LayerBlock):
             input,
             self.bias,
             lambda: super(SolverBlock, self).forward(input),
-            self._current_L(kernel) if self.solver.needs_constant else self.L,
+            constant,
             residual=self.residual if self.solver.implicit else None,
             gain=self.channel_gain,
             shift=self.channel_shift,
             blend=self.blend,
+            gram=self.gram,
             observer=self.observer,
             output=self.output,
             training=self.training,

@@ -184,6 +184,7 @@ class ChainBlock(LayerBlock):
             gain=self.channel_gain,
             shift=self.channel_shift,
             blend=self.blend,
+            gram=self.gram,
             observer=self.observer,
             training=self.training,
         )[0]

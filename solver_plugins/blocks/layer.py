@@ -12,7 +12,7 @@ from solver_plugins.blocks.passthrough import undropped
 from solver_plugins.blocks.run import check_combination, check_rank
 from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
 from solver_plugins.errors import OptionError, UnsupportedLayerError
-from solver_plugins.operators import Geometry, read_layer
+from solver_plugins.operators import Geometry, autocast_off, read_layer
 from solver_plugins.prox import Prior
 from solver_plugins.solvers import Solver
 
@@ -20,7 +20,7 @@ Observer = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
 """Sees the argument of a solve and the dimension of its features; returns the gain and shift to use."""
 
 _OWN = {"residual", "geometry", "solver", "prior", "channel_gain", "channel_shift", "blend", "routed", "observer"}
-RESERVED = {*STEP_BUFFERS, *_OWN}
+RESERVED = {*STEP_BUFFERS, *_OWN, "gram"}
 
 
 class LayerBlock(TrackedStep):
@@ -33,6 +33,7 @@ class LayerBlock(TrackedStep):
             None for ones.
         channel_shift: What is added to that, one number per output feature; None for zeros.
         blend: ``a`` in ``(1 - a) v_1 + a v_K``, between the first iterate and the last; None for one.
+        gram: ``A A^T`` for evaluation, from :meth:`cache_gram`; None where it is computed, or not used, in every solve.
         routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
         observer: Looks at solves while a model is calibrated.
     """
@@ -47,6 +48,7 @@ class LayerBlock(TrackedStep):
     channel_gain: Tensor | None
     channel_shift: Tensor | None
     blend: Tensor | None
+    gram: Tensor | None
     routed: bool
     observer: Observer | None
 
@@ -59,6 +61,7 @@ class LayerBlock(TrackedStep):
         self.register_buffer("channel_gain", None, persistent=False)
         self.register_buffer("channel_shift", None, persistent=False)
         self.register_buffer("blend", None, persistent=False)
+        self.register_buffer("gram", None, persistent=False)
         for name, value in self._new_reference(kernel).items():
             self.register_buffer(name, value, persistent=False)
         self._register_step(kernel)
@@ -67,6 +70,35 @@ class LayerBlock(TrackedStep):
 
     def _kernel(self) -> Tensor:
         return type(self).kernel_reader(self)[0]
+
+    def cache_gram(self) -> bool:
+        """Computes ``A A^T`` once, for evaluation; returns whether that is of use to this block.
+
+        It is where ``A`` is a matrix with fewer than twice as many outputs as inputs, and the solver takes full
+        gradients in evaluation and may choose its path. The matrix is dropped by ``train()``, by loading, by a
+        refreshed step, and when the block moves to another device or dtype. Where gradients of the weight are recorded
+        it is not used. On an accelerator nothing notices weights that are written to in evaluation: call it again.
+
+        Raises:
+            OptionError: If the block is in training mode, where its weights move.
+        """
+        if self.training:
+            raise OptionError("A Gram matrix is kept in evaluation only; call eval() first.")
+        kernel = self._kernel().detach()
+        useful = (
+            kernel.dim() == 2
+            and self._new_reference(kernel) == {}
+            and kernel.shape[0] < 2 * kernel.shape[1]
+            and self.solver.config.iters > 1
+            and self.solver.path in (None, "auto", "gram", "masked", "columns")
+            and not (self.solver.samples == "inputs" and self.solver.samples_in_evaluation)
+            and self._in_reach(kernel)
+        )
+        if useful:
+            matrix = kernel.to(self.L.dtype)
+            with torch.no_grad(), autocast_off(kernel.device):
+                self.gram = matrix @ matrix.t()
+        return useful
 
     def _own_input(self, input: Tensor) -> Tensor:
         return undropped(input) if self.routed and self.training and self.solver.samples == "inputs" else input

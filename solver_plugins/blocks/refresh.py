@@ -1,7 +1,8 @@
-"""Step sizes of a whole model at once."""
+"""Step sizes and Gram matrices of a whole model at once."""
 
 from torch import Tensor, nn
 
+from solver_plugins.blocks.layer import LayerBlock
 from solver_plugins.blocks.stepsize import TrackedStep
 from solver_plugins.errors import OptionError, SolverPluginsError
 
@@ -24,13 +25,7 @@ def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float
         OptionError: If there is no block in the module, or the method is unknown.
         WeightError: If some weights are not finite, naming the block; no block is changed then.
     """
-    if not isinstance(module, nn.Module):
-        raise OptionError(f"Expected a solver block or a model that contains one; found {type(module).__name__}.")
-    blocks = {name: block for name, block in module.named_modules() if isinstance(block, TrackedStep)}
-    if not blocks:
-        raise OptionError(
-            f"Expected a solver block or a model that contains one; found {type(module).__name__} without any."
-        )
+    blocks = _blocks(module)
     computed = {}
     for name, block in blocks.items():
         try:
@@ -40,3 +35,38 @@ def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float
     for name, values in computed.items():
         blocks[name].write_step(values)
     return {name: values["L"] for name, values in computed.items()}
+
+
+def cache_gram(module: nn.Module) -> list[str]:
+    """Computes ``A A^T`` of every block that can use it, once, for a model in evaluation.
+
+    Every solve then takes products with a matrix of the outputs' size, instead of two products with the weight. The
+    matrices are dropped by ``train()``, loading, ``refresh_steps`` and moving to another device or dtype; call this
+    again after that.
+
+    Args:
+        module: A block, or a model that contains blocks, after ``eval()``.
+
+    Returns:
+        The names of the blocks that keep one ("" for a block itself); see
+        :meth:`solver_plugins.blocks.LayerBlock.cache_gram` for which those are.
+
+    Raises:
+        OptionError: If there is no block in the module, or one is in training mode; no block is changed then.
+    """
+    blocks = {name: block for name, block in _blocks(module).items() if isinstance(block, LayerBlock)}
+    training = [name for name, block in blocks.items() if block.training]
+    if training:
+        raise OptionError(f"A Gram matrix is kept in evaluation only; call eval() first (block {training[0]!r}).")
+    return [name for name, block in blocks.items() if block.cache_gram()]
+
+
+def _blocks(module: nn.Module) -> dict[str, TrackedStep]:
+    if not isinstance(module, nn.Module):
+        raise OptionError(f"Expected a solver block or a model that contains one; found {type(module).__name__}.")
+    blocks = {name: block for name, block in module.named_modules() if isinstance(block, TrackedStep)}
+    if not blocks:
+        raise OptionError(
+            f"Expected a solver block or a model that contains one; found {type(module).__name__} without any."
+        )
+    return blocks

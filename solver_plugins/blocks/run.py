@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from solver_plugins.errors import InputError, NoMinimizerError, NoMinimizerWarning, OptionError, ShapeError, warn
 from solver_plugins.gradients import differentiable_solve
-from solver_plugins.operators import Geometry, LinearOperator
+from solver_plugins.operators import Geometry, LinearOperator, product_dtype
 from solver_plugins.prox import Prior
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solvers import BlockProblem, Diagnostics, Draws, Solution, Solver, working_dtype
@@ -81,14 +81,6 @@ def check_rank(solver: Solver, prior: Prior, kernel: Tensor) -> None:
     )
 
 
-def output_dtype(weight: Tensor) -> torch.dtype:
-    """Returns the dtype of the plain layer's output."""
-    kind = weight.device.type
-    # Autocast leaves float64 alone.
-    lowered = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if lowered else weight.dtype
-
-
 def check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) -> None:
     """Raises InputError or ShapeError for what the plain layer would not take, on every path of every solver."""
     if not isinstance(input, Tensor):
@@ -120,6 +112,7 @@ def run_block(
     gain: Tensor | None = None,
     shift: Tensor | None = None,
     blend: Tensor | None = None,
+    gram: Tensor | None = None,
     observer: Callable[[Tensor, int], tuple[Tensor, Tensor] | None] | None = None,
     output: str = "argument",
     training: bool = True,
@@ -143,6 +136,7 @@ def run_block(
         gain: One factor per output feature on the last argument.
         shift: What is added to that, one number per output feature.
         blend: ``a`` in ``(1 - a) v_1 + a v_K``, a 0-d tensor; None is one.
+        gram: ``A A^T``, where it is known already.
         observer: Sees the last argument and the dimension of its features, and returns the gain and shift to use.
         output: The "argument" of the activation, or its "value".
         training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
@@ -158,7 +152,7 @@ def run_block(
                 f"Expected the prior {prior.name!r} along the features, dimension {operator.feature_dim}; found {dim}, "
                 "which would couple independent problems."
             )
-    products = output_dtype(operator.weight)
+    products = product_dtype(operator.weight)
     dtype = products if dtype is None else dtype
     working = working_dtype(products)
     if bias is not None:
@@ -179,7 +173,7 @@ def run_block(
     )
     draws = Draws(generator) if sampling else None
     solution = differentiable_solve(
-        solver, problem, draws=draws, diagnose=diagnose, residual=residual, keep_first=blend is not None
+        solver, problem, draws=draws, diagnose=diagnose, residual=residual, keep_first=blend is not None, gram=gram
     )
     if observer is not None:
         gain, shift = observer(solution.argument, operator.feature_dim) or (None, None)

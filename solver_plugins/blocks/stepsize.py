@@ -145,6 +145,7 @@ class TrackedStep(Shell):
 
     def write_step(self, values: dict[str, Tensor]) -> None:
         """Writes what :meth:`compute_step` computed, in place: compiled graphs hold these very buffers."""
+        self._drop_gram()
         with torch.no_grad():
             for name, value in values.items():
                 buffer = getattr(self, name)
@@ -171,9 +172,16 @@ class TrackedStep(Shell):
     def train(self, mode: bool = True) -> Self:
         """Sets the mode; for evaluation ``L`` is certified anew if the weights have moved."""
         super().train(mode)
+        if mode:
+            self._drop_gram()
         if not mode and "L" in self._buffers and self.certify_in_evaluation and not self._estimating:
             self.certify_if_moved()
         return self
+
+    def _drop_gram(self) -> None:
+        """Forgets a Gram matrix that was kept for evaluation: the weights are, or will be, others."""
+        if self._buffers.get("gram") is not None:
+            self._buffers["gram"] = None
 
     def certify_if_moved(self) -> None:
         """Certifies ``L`` anew if the weights, or a folded norm, are not those of the last certificate."""
@@ -209,6 +217,7 @@ class TrackedStep(Shell):
             self.refresh_step()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        self._drop_gram()
         before = {name: buffer for name, buffer in self._buffers.items() if name in KEPT_BUFFERS and buffer is not None}
         kernel = self._kernel().detach()
         known = "L" in before and self._in_reach(kernel)
@@ -264,6 +273,7 @@ def certify_after_loading(module: nn.Module, incompatible_keys: Any = None) -> N
     """Certifies ``L`` of a block that has just been loaded, unless a part of it still has no values."""
     # A post hook, not part of the loading itself: a parametrised weight is only whole once its children have loaded.
     assert isinstance(module, TrackedStep)
+    module._drop_gram()
     kernel = module._kernel()
     if kernel.is_meta or any(value.is_meta for value in module._new_reference(kernel).values()):
         return

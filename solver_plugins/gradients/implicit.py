@@ -6,6 +6,8 @@ there is no such check: a data-dependent branch would break the graph.
 """
 
 import dataclasses
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,14 +15,18 @@ from torch import Tensor
 from solver_plugins.errors import NotConvergedWarning, warn
 from solver_plugins.gradients.adjoint import AdjointSystem
 from solver_plugins.gradients.attach import with_adjoint
-from solver_plugins.solvers import BlockProblem, Solution, Solver, State, solve
+from solver_plugins.operators import autocast_off
+from solver_plugins.solvers import BlockProblem, Solution, Solver, State
+from solver_plugins.solvers.paths import path_for
+
+Run = Callable[[bool], Solution]
 
 
 def solve_implicit(
     solver: Solver,
     problem: BlockProblem,
     *,
-    diagnose: bool = False,
+    run: Run,
     residual: Tensor | None = None,
     keep_first: bool = False,
 ) -> Solution:
@@ -29,7 +35,7 @@ def solve_implicit(
     Args:
         solver: A deterministic solver with ``gradient="implicit"``.
         problem: The problem; gradients reach its input, weights, bias and the prior's parameters.
-        diagnose: As in :func:`solver_plugins.solvers.solve`.
+        run: Solves the problem, recorded where gradients are; told whether to keep the first iterate.
         residual: A 0-d buffer that receives the largest residual of the batch, also in a compiled graph.
         keep_first: As in :func:`solver_plugins.solvers.solve`.
     """
@@ -39,7 +45,7 @@ def solve_implicit(
     if keep_first:
         first = solver.argument(problem, solver.step(problem, solver.init(problem), 0, None))
     with torch.no_grad():
-        solution = solve(solver, problem, diagnose=diagnose)
+        solution = run(False)
         found = problem.residual(solution.value)
         worst = found.amax() if found.numel() else found.new_zeros(())
         if residual is not None:
@@ -55,7 +61,7 @@ def solve_implicit(
             "gradient='unrolled'.",
             NotConvergedWarning,
         )
-        return solve(solver, problem, diagnose=diagnose, keep_first=keep_first)
+        return run(keep_first)
     # Everything that T depends on, except v itself, is live here. The value stays that of the solve itself, so that
     # training, evaluation and the unrolled mode agree to the last bit; only the derivative is that of T.
     v = solution.state.v
@@ -66,7 +72,7 @@ def solve_implicit(
             v = problem.descend(x, problem.gradient(x), problem.step)
     x = problem.prior.prox(v, problem.step)
     image = problem.descend(x, problem.gradient(x), problem.step)
-    system = AdjointSystem.at(_detached(problem), v)
+    system = AdjointSystem.at(_detached(solver, problem), v)
     attached = v + with_adjoint(image - image.detach(), lambda w: _adjoint(solver, system, w))
     return Solution(solver, problem, State(attached, problem.step), solution.diagnostics, first)
 
@@ -88,16 +94,22 @@ def _adjoint(solver: Solver, system: AdjointSystem, w: Tensor) -> Tensor:
     return system.fixed_point(w, config.iters - 1)
 
 
-def _detached(problem: BlockProblem) -> BlockProblem:
+def _detached(solver: Solver, problem: BlockProblem) -> BlockProblem:
     """Returns the problem's Hessian alone: no graph, and no input or output that would be kept alive."""
     operator = problem.operator
     diagonal = None if operator.diagonal is None else operator.diagonal.detach()
     nothing = operator.weight.new_empty(0)
-    return dataclasses.replace(
+    detached = dataclasses.replace(
         problem,
         operator=dataclasses.replace(operator, weight=operator.weight.detach(), diagonal=diagonal),
         input=nothing,
         bias=None,
         layer=lambda: nothing,
+        gram=None,
         _output=None,
     )
+    config, batch = solver.config, math.prod(problem.input.shape[: -len(operator.problem_dims)])
+    if path_for(solver, operator, batch, sampling=False, iterations=config.implicit_iters + 1) == "gram":
+        with torch.no_grad(), autocast_off(nothing.device):
+            detached.gram = detached.make_gram()
+    return detached

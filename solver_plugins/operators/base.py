@@ -1,9 +1,12 @@
 """The interface of a linear layer read as a matrix ``A`` from ``n1`` input to ``n2`` output features."""
 
 import abc
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
+
+from solver_plugins.operators.precision import scaled_kernel
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +65,20 @@ class LinearOperator(abc.ABC):
     def gram(self, x: Tensor) -> Tensor:
         """Returns ``A A^T x``."""
         return self.apply(self.adjoint(x))
+
+    @abc.abstractmethod
+    def weight_gradient(self, u: Tensor, grad: Tensor) -> Tensor:
+        """Returns the gradient of ``<A u, grad>`` by the weight, of an operator without a diagonal.
+
+        All batch dimensions are summed over, in one product; the result has the dtype of the factors.
+        """
+
+    def folded(self) -> "LinearOperator":
+        """Returns the same map with its diagonal multiplied into the weight, differentiable in both."""
+        if self.diagonal is None:
+            return self
+        weight = scaled_kernel(self.weight, self.diagonal).to(self.weight.dtype)
+        return dataclasses.replace(self, weight=weight, diagonal=None)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Returns the inner product of each problem, kept as dimensions of size one."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.grad
 from torch import Tensor
 from torch.nn import functional
 
@@ -15,6 +16,11 @@ from solver_plugins.operators.precision import check_diagonal, match_dtype, scal
 from solver_plugins.operators.symbol import column_suprema
 
 _CONV: tuple[Callable[..., Tensor], ...] = (functional.conv1d, functional.conv2d, functional.conv3d)
+_CONV_WEIGHT: tuple[Callable[..., Tensor], ...] = (
+    torch.nn.grad.conv1d_weight,
+    torch.nn.grad.conv2d_weight,
+    torch.nn.grad.conv3d_weight,
+)
 _CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (
     functional.conv_transpose1d,
     functional.conv_transpose2d,
@@ -73,11 +79,7 @@ class ConvMap(LinearOperator):
 
     def apply(self, u: Tensor) -> Tensor:
         u, batch = self._flatten(u, (self.in_features, *self.input_size), "input")
-        u = match_dtype(u, self.weight)
-        pads, own = self._split_padding()
-        for dim, (left, right) in zip(self.problem_dims[1:], pads, strict=True):
-            if left or right:
-                u = pad(u, dim, left, right, self.geometry.padding_mode)
+        u, own = self._padded(match_dtype(u, self.weight))
         geometry = self.geometry
         conv = _CONV[geometry.dims - 1]
         out = conv(u, self.weight, None, geometry.stride, own, geometry.dilation, geometry.groups)
@@ -114,6 +116,21 @@ class ConvMap(LinearOperator):
         with torch.no_grad():
             bound = column_suprema(self.weight, self.geometry, self.diagonal, self.input_size)
             return bound.to(torch.promote_types(self.weight.dtype, torch.float32))
+
+    def weight_gradient(self, u: Tensor, grad: Tensor) -> Tensor:
+        u, own = self._padded(self._flatten(u, (self.in_features, *self.input_size), "input")[0])
+        grad, _ = self._flatten(grad, (self.out_features, *self.output_size), "output")
+        geometry = self.geometry
+        conv_weight = _CONV_WEIGHT[geometry.dims - 1]
+        return conv_weight(u, self.weight.shape, grad, geometry.stride, own, geometry.dilation, geometry.groups)
+
+    def _padded(self, u: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+        """Returns an input with the padding that is done by hand, and what the convolution has to add itself."""
+        pads, own = self._split_padding()
+        for dim, (left, right) in zip(self.problem_dims[1:], pads, strict=True):
+            if left or right:
+                u = pad(u, dim, left, right, self.geometry.padding_mode)
+        return u, own
 
     def _split_padding(self) -> tuple[Padding, tuple[int, ...]]:
         """Returns the padding to do by hand and the (symmetric, zero) padding that the convolution does itself."""

@@ -54,6 +54,9 @@ class LinearMap(LinearOperator):
             weight = scaled_kernel(self.weight, self.diagonal)
             return weight.square().sum(0)
 
+    def weight_gradient(self, u: Tensor, grad: Tensor) -> Tensor:
+        return grad.reshape(-1, grad.shape[-1]).t() @ u.reshape(-1, u.shape[-1])
+
     def _check(self, x: Tensor, features: int, what: str) -> None:
         if x.ndim < 1 or x.shape[-1] != features:
             raise ShapeError(f"Expected an {what} of shape (..., {features}); found {tuple(x.shape)}.")

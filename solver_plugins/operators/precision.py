@@ -15,6 +15,14 @@ def match_dtype(x: Tensor, weight: Tensor) -> Tensor:
     return x.to(weight.dtype)
 
 
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """Returns the dtype of the products with a weight, which is that of the plain layer's output."""
+    kind = weight.device.type
+    # Autocast leaves float64 alone.
+    lowered = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if lowered else weight.dtype
+
+
 def scale_rows(x: Tensor, diagonal: Tensor | None, dims: int) -> Tensor:
     """Returns ``diag(d) x`` in the dtype of ``x``, for features followed by ``dims`` dimensions of space."""
     if diagonal is None:

@@ -6,6 +6,7 @@ Nothing here looks at a value on the host, so that sampling stalls no GPU and br
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,9 +63,44 @@ def tau_nice_mask(
     shape = (*shape_of_batch, n)
     if tau == n:
         return torch.ones(shape, device=device, dtype=dtype)
-    keys = uniform(shape, device, torch.float32, generator)
+    return largest(uniform(shape, device, torch.float32, generator), tau).to(dtype or torch.get_default_dtype())
+
+
+def tau_nice_indices(
+    count: int,
+    n: int,
+    tau: int,
+    *,
+    device: torch.device | str | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draws ``count`` tau-nice sets as indices, shape ``(count, tau)``: those of :func:`tau_nice_mask`."""
+    _check_count(n, tau)
+    return uniform((count, n), device, torch.float32, generator).topk(tau, dim=-1, sorted=False).indices
+
+
+def largest(keys: Tensor, tau: int) -> Tensor:
+    """Returns a mask of the ``tau`` largest keys along the last dimension, always exactly so many."""
+    if _is_plain(keys):
+        # numpy finds the tau-th largest eight times as fast as topk. Equal keys make a set too large: then topk.
+        n = keys.shape[-1]
+        least = np.partition(keys.numpy(), n - tau, axis=-1)[..., n - tau : n - tau + 1]
+        mask = keys >= torch.from_numpy(np.ascontiguousarray(least))
+        if int(torch.count_nonzero(mask)) == tau * (keys.numel() // n):
+            return mask
     chosen = keys.topk(tau, dim=-1, sorted=False).indices
-    return torch.zeros(shape, device=device, dtype=dtype).scatter(-1, chosen, 1.0)
+    return torch.zeros(keys.shape, device=keys.device, dtype=torch.bool).scatter(-1, chosen, True)
+
+
+def _is_plain(keys: Tensor) -> bool:
+    """Whether a tensor has its values here and now: on the CPU, not traced, not compiled, not transformed."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._are_functorch_transforms_active()
+    ):
+        return False
+    return type(keys) is Tensor and keys.device.type == "cpu"
 
 
 def inclusion_probabilities(scores: Tensor, tau: int) -> Tensor:

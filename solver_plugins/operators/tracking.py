@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.precision import autocast_off, scaled_kernel
@@ -70,10 +71,14 @@ def power_steps(
     with autocast_off(kernel.device):
         symbol = _Symbol.of(scaled_kernel(kernel, diagonal, vectors.dtype), geometry)
         v = vectors.to(symbol.cos.dtype)
+        generic = share * _generic(v, real=symbol.sin is None) if share else None
+        if symbol.sin is None:
+            return symbol.real_steps(v, count, generic)
         for _ in range(count):
             quotient, v = symbol.step(v)
-            if share:
-                v = _mixed(v, share, real=symbol.sin is None)
+            if generic is not None:
+                v = v + generic
+                v = v / torch.linalg.vector_norm(v, dim=(2, 3), keepdim=True)
             quotients.append(quotient)
             results.append(v)
     return quotients, results
@@ -117,13 +122,30 @@ class _Symbol:
         quotient = down * up / torch.where(length > 0, length, 1.0)
         return quotient.amax(), new
 
+    def real_steps(self, v: Tensor, count: int, generic: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Takes several steps with a matrix, in few operations: a small layer takes longer to call than to multiply."""
+        tiny = torch.finfo(v.dtype).tiny
+        rows, quotients, results = v[..., :1].mT, [], []
+        length: Tensor | None = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min(tiny)
+        for _ in range(count):
+            back = rows @ self.cos
+            down = torch.linalg.vector_norm(back, dim=-1, keepdim=True)
+            # P^H v is scaled to length one, so that weights far from one neither overflow nor vanish.
+            new = (back / down.clamp_min(tiny)) @ self.cos.mT
+            up = torch.linalg.vector_norm(new, dim=-1, keepdim=True)
+            quotients.append((down * up if length is None else down * up / length).amax())
+            rows, length = torch.where(up > 0, new / up.clamp_min(tiny), rows), None
+            if generic is not None:
+                rows = rows + generic[:, :1].mT
+                rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
+            results.append(functional.pad(rows.mT, (0, 1)))
+        return quotients, results
+
     def _times(self, v: Tensor, adjoint: bool) -> Tensor:
         """Returns ``P v`` or ``P^H v``; real and imaginary part stand in the last dimension."""
         # As rows: a product with two rows is as fast as memory is read, one with two columns up to ten times slower.
         rows = v.mT.contiguous()
-        if self.sin is None:
-            real = rows[..., :1, :] @ (self.cos if adjoint else self.cos.mT)
-            return torch.cat([real, torch.zeros_like(real)], -2).mT
+        assert self.sin is not None
         cos, sin = (self.cos, self.sin) if adjoint else (self.cos.mT, self.sin.mT)
         straight = rows @ cos
         # -i S (a + ib) = S b - i S a; the adjoint has the other sign.
@@ -132,14 +154,13 @@ class _Symbol:
         return (straight + torch.stack(turned, -2)).mT
 
 
-def _mixed(vectors: Tensor, share: float, real: bool) -> Tensor:
-    """Returns unit vectors with a share of a direction that is generic, and the same everywhere."""
+def _generic(vectors: Tensor, real: bool) -> Tensor:
+    """Returns a unit vector in a direction that is generic, and the same everywhere."""
     index = torch.arange(vectors[0, 0].numel(), device=vectors.device, dtype=vectors.dtype)
     generic = torch.cos(1.7 * index + 0.37 * (index % 97).square()).reshape(vectors.shape[2:])
     if real:
         generic = torch.stack([generic[:, 0], torch.zeros_like(generic[:, 0])], -1)
-    mixed = vectors + share * generic / torch.linalg.vector_norm(generic)
-    return mixed / torch.linalg.vector_norm(mixed, dim=(2, 3), keepdim=True)
+    return generic / torch.linalg.vector_norm(generic)
 
 
 def _grid(kernel: Tensor, geometry: Geometry) -> tuple[int, ...]:

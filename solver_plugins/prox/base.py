@@ -53,6 +53,9 @@ class Prior(abc.ABC):
         unit_step_only: Only ``prox_g`` is known, not ``prox_{t g}`` for other ``t``.
         learnable: ``g`` has parameters that are trained. Their gradients flow through :meth:`prox` (by autograd), not
             through :meth:`derivative` and :meth:`vjp`, which know ``a`` only.
+        opaque: ``g`` is made of functions of the user's, which may hold such parameters, too.
+        slope_from_value: ``derivative(prox(a, t), t) == derivative(a, t)``, so that whoever keeps the value of the
+            proximal map for a backward pass need not keep its argument, nor the derivative.
     """
 
     name: ClassVar[str]
@@ -61,6 +64,8 @@ class Prior(abc.ABC):
     scale_free: ClassVar[bool] = False
     unit_step_only: ClassVar[bool] = False
     learnable: ClassVar[bool] = False
+    opaque: ClassVar[bool] = False
+    slope_from_value: ClassVar[bool] = False
 
     @property
     def bounded(self) -> bool:
@@ -75,6 +80,10 @@ class Prior(abc.ABC):
     @abc.abstractmethod
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x g(x) + |x - a|^2 / (2 step)``, differentiable in ``a``."""
+
+    def prox_(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        """Returns :meth:`prox`, and may overwrite ``a`` with it; not for use where gradients are recorded."""
+        return self.prox(a, step)
 
     @abc.abstractmethod
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:

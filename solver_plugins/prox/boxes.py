@@ -22,6 +22,7 @@ class IdentityPrior(Prior):
     name = "identity"
     tags = frozenset({"activation", "indicator"})
     scale_free = True
+    slope_from_value = True
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x |x - a|^2 / (2 t) = a``."""
@@ -29,6 +30,10 @@ class IdentityPrior(Prior):
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         return torch.ones_like(a)
+
+    def vjp(self, a: Tensor, step: Step, grad: Tensor) -> Tensor:
+        """Returns ``grad``."""
+        return grad
 
     def g(self, x: Tensor) -> Tensor:
         return torch.zeros_like(x)
@@ -43,13 +48,21 @@ class ReluPrior(Prior):
     name = "relu"
     tags = frozenset({"activation", "indicator", "paper"})
     scale_free = True
+    slope_from_value = True
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_{x >= 0} |x - a|^2 / (2 t) = max(a, 0)``."""
         return functional.relu(a)
 
+    def prox_(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return a.relu_()
+
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         return (a > 0).to(a.dtype)
+
+    def vjp(self, a: Tensor, step: Step, grad: Tensor) -> Tensor:
+        """Returns ``grad`` where ``a > 0``, else 0, in one pass over memory."""
+        return torch.ops.aten.threshold_backward(grad, a, 0)
 
     def g(self, x: Tensor) -> Tensor:
         return infinite_where(x < 0, torch.zeros_like(x))
@@ -64,6 +77,7 @@ class Relu6Prior(Prior):
     name = "relu6"
     tags = frozenset({"activation", "indicator"})
     scale_free = True
+    slope_from_value = True
     bounded = True
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
@@ -94,6 +108,7 @@ class HardtanhPrior(Prior):
     name = "hardtanh"
     tags = frozenset({"activation", "indicator"})
     scale_free = True
+    slope_from_value = True
 
     def __post_init__(self) -> None:
         if not self.min_val < self.max_val:

@@ -43,6 +43,7 @@ class LeakyReluPrior(Prior):
 
     name = "leaky_relu"
     tags = frozenset({"activation", "paper"})
+    slope_from_value = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.negative_slope <= 1:

@@ -84,6 +84,7 @@ class Monotone(NewtonPrior):
 
     name = "monotone"
     tags = frozenset({"activation"})
+    opaque = True
 
     def activation(self, a: Tensor) -> Tensor:
         return self.function(a)

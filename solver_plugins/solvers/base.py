@@ -14,7 +14,7 @@ from torch import Tensor
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError
-from solver_plugins.operators import LinearOperator, tau_nice_mask, tau_of
+from solver_plugins.operators import LinearOperator, largest, tau_nice_indices, tau_nice_mask, tau_of, uniform
 from solver_plugins.prox import Prior
 from solver_plugins.prox.base import Step
 from solver_plugins.solvers.problem import BlockProblem, Formulation
@@ -41,6 +41,7 @@ class DeterministicConfig(SolverConfig):
     hints: ClassVar[Mapping[str, str]] = {
         "p": "This solver does not sample: a dropout layer in front of the block stays in the model, unchanged.",
         "eval_mode": "This solver is deterministic, in training too.",
+        "memory": "This solver has no backward pass of its own; gradient='implicit' keeps no iterates.",
     }
 
     gradient: Literal["unrolled", "implicit"] = pydantic.Field(
@@ -52,6 +53,26 @@ class DeterministicConfig(SolverConfig):
     implicit_iters: int = pydantic.Field(
         100, ge=1, description="Conjugate-gradient steps of the implicit backward; 100 suffice at a condition of 1e3."
     )
+    path: Literal["auto", "loop", "two_step", "gram"] = pydantic.Field(
+        "auto", description="How A A^T x is computed; 'auto' counts multiply-adds. 'loop': two steps, plain autograd."
+    )
+
+
+class KernelConfig(DeterministicConfig):
+    """Options of the deterministic solvers whose backward pass is written by hand."""
+
+    memory: Literal["full", "low"] = pydantic.Field(
+        "full", description="'low' keeps no iterates for the backward pass and computes them again there."
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _memory_needs_a_kernel(self) -> "KernelConfig":
+        if self.memory == "low" and (self.gradient == "implicit" or self.path == "loop"):
+            raise ValueError(
+                "option 'memory' only acts with gradient='unrolled' and a path other than 'loop'; found "
+                f"gradient={self.gradient!r}, path={self.path!r}. An implicit gradient keeps no iterates anyway."
+            )
+        return self
 
 
 class SamplingConfig(SolverConfig):
@@ -124,6 +145,10 @@ class Solver(abc.ABC):
         stays_at_step: Every state's step is the problem's, so that its ``v`` is a fixed point at convergence.
         implicit: Whether gradients are those of the minimiser instead of the iterations.
         samples_in_evaluation: Whether evaluation is stochastic, too.
+        path: Which path of :mod:`solver_plugins.solvers.paths` is asked for; None where there is no choice.
+        low_memory: Whether the backward pass computes iterates again.
+        shares_sample: Whether the whole batch shares one sample.
+        uniform: Whether all features are equally likely to be sampled.
     """
 
     name: ClassVar[str]
@@ -136,6 +161,11 @@ class Solver(abc.ABC):
         self.config = config
         self.implicit = getattr(config, "gradient", "unrolled") == "implicit"
         self.samples_in_evaluation = getattr(config, "eval_mode", "deterministic") == "stochastic"
+        # Read here: a compiler cannot follow pydantic to a field that may be missing.
+        self.path: str | None = getattr(config, "path", None)
+        self.low_memory = getattr(config, "memory", "full") == "low"
+        self.shares_sample = not getattr(config, "per_sample", True)
+        self.uniform = getattr(config, "sampling", "uniform") == "uniform"
 
     @classmethod
     def from_options(cls, **options: Any) -> "Solver":
@@ -156,6 +186,11 @@ class Solver(abc.ABC):
             raise OptionError(
                 f"The prior {prior.name!r} is only known at the unit step, and formulation='paper' takes the step 1/L; "
                 "use formulation='normalized'."
+            )
+        if (prior.learnable or prior.opaque) and self.low_memory:
+            raise OptionError(
+                f"The prior {prior.name!r} has, or may have, parameters that are trained through every iterate, so "
+                "that memory='low' is not possible; use memory='full', or an activation without parameters."
             )
 
     @property
@@ -220,6 +255,25 @@ class SamplingSolver(Solver):
     def batch_shape(self, tensor: Tensor, operator: LinearOperator) -> tuple[int, ...]:
         """Returns how many independent draws to make: one per problem, or a single one for all of them."""
         return tuple(tensor.shape[: tensor.dim() - len(operator.problem_dims)]) if self.config.per_sample else ()
+
+    def uniform_samples(
+        self, problem: BlockProblem, tau: int, iterations: int, draws: Draws, *, indices: bool
+    ) -> Tensor:
+        """Draws the uniform samples of all iterations in one call.
+
+        Args:
+            problem: The problem.
+            tau: How many features are drawn.
+            iterations: How many samples there are.
+            draws: Where random numbers come from. On the CPU they are those that :meth:`uniform_mask` would use.
+            indices: Whether to return indices, shape ``(iterations, tau)``, of samples that the batch shares; else
+                masks, which broadcast along the features of the input.
+        """
+        operator, device = problem.operator, problem.input.device
+        if indices:
+            return tau_nice_indices(iterations, operator.in_features, tau, device=device, generator=draws.generator)
+        shape = (iterations, *self.batch_shape(problem.input, operator), operator.in_features)
+        return operator.per_feature(largest(uniform(shape, device, torch.float32, draws.generator), tau))
 
     def uniform_mask(self, like: Tensor, features: int, tau: int, operator: LinearOperator, draws: Draws) -> Tensor:
         """Draws a tau-nice 0/1 mask (Definition 3.1) that broadcasts along the features of ``like``."""

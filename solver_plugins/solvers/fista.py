@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.registry import register_solver
-from solver_plugins.solvers.base import DeterministicConfig, Draws, Solver, State
+from solver_plugins.solvers.base import Draws, KernelConfig, Solver, State
 from solver_plugins.solvers.problem import BlockProblem
 
 
@@ -37,7 +37,7 @@ class FISTA(Solver):
 
     name = "fista"
     tags = ("deterministic", "accelerated")
-    Config = DeterministicConfig
+    Config = KernelConfig
     samples = "nothing"
     stays_at_step = True
 

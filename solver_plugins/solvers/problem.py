@@ -15,8 +15,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from solver_plugins.operators import LinearOperator
+from solver_plugins.operators import LinearOperator, autocast_off, match_dtype, product_dtype
 from solver_plugins.prox import Prior
 from solver_plugins.prox.base import Step
 
@@ -43,6 +44,7 @@ class BlockProblem:
         smoothness: The constant ``L`` (with ``lam``) that sets the step; a positive 0-d tensor.
         lam: The strong convexity that is added to ``F``.
         formulation: See the module's docstring.
+        gram: ``s A A^T`` as a matrix, where products with it are cheaper; see :mod:`solver_plugins.solvers.paths`.
     """
 
     operator: LinearOperator
@@ -55,6 +57,7 @@ class BlockProblem:
     smoothness: Tensor
     lam: float
     formulation: Formulation
+    gram: Tensor | None = None
     _output: Tensor | None = None
 
     @property
@@ -64,6 +67,11 @@ class BlockProblem:
         if self._output is None:
             self._output = self.layer().to(self.dtype)
         return self._output
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """The precision of the products with ``A``: that of the weight, or what autocast makes of it."""
+        return product_dtype(self.operator.weight)
 
     @property
     def step(self) -> Step:
@@ -77,9 +85,30 @@ class BlockProblem:
 
     def hessian(self, x: Tensor) -> Tensor:
         """Returns ``s (A A^T + lam) x``."""
-        # Scaled between the two products: A A^T x itself can overflow a half where the layer's output does not.
-        product = self.operator.apply(self.scaled(self.operator.adjoint(x)))
+        if self.gram is not None:
+            product = functional.linear(match_dtype(x, self.gram), self.gram)
+        else:
+            # Scaled between the two products: A A^T x itself can overflow a half where the layer's output does not.
+            product = self.operator.apply(self.scaled(self.operator.adjoint(x)))
         return product.to(self.dtype) + self.scaled(self.lam * x)
+
+    def make_gram(self, cached: Tensor | None = None) -> Tensor:
+        """Returns ``s A A^T`` of a matrix ``A``, in the precision of the products.
+
+        Args:
+            cached: ``A A^T``, where it is known already.
+        """
+        lowered = self.product_dtype
+        with autocast_off(self.operator.weight.device):
+            if cached is not None:
+                return self.scaled(cached).to(lowered)
+            matrix = self.operator.folded().weight
+            if lowered == self.dtype:
+                return self.scaled(matrix @ matrix.t())
+            # Scaled before the product, in both factors, so that a half does not overflow.
+            root = self.smoothness.rsqrt() if self.formulation == "normalized" else 1.0
+            matrix = (matrix.to(self.dtype) * root).to(lowered)
+            return matrix @ matrix.t()
 
     def gradient(self, x: Tensor | None) -> Tensor:
         """Returns ``grad F(x)``; None stands for ``x = 0``, where it costs nothing."""

@@ -1,7 +1,7 @@
 """Proximal gradient descent (Prox-GD, eq. 3)."""
 
 from solver_plugins.registry import register_solver
-from solver_plugins.solvers.base import DeterministicConfig, Draws, Solver, State
+from solver_plugins.solvers.base import Draws, KernelConfig, Solver, State
 from solver_plugins.solvers.problem import BlockProblem
 
 
@@ -16,7 +16,7 @@ class ProxGD(Solver):
 
     name = "proxgd"
     tags = ("deterministic",)
-    Config = DeterministicConfig
+    Config = KernelConfig
     samples = "nothing"
     stays_at_step = True
 

@@ -27,6 +27,28 @@ class ProxSGConfig(RateConfig):
         description="'uniform' is tau-nice; 'lipschitz' draws feature i with a probability proportional to |a_i|^2, "
         "'gradient' to |grad f_i(x)|.",
     )
+    path: Literal["auto", "loop", "masked", "columns"] = pydantic.Field(
+        "auto",
+        description="How a sampled gradient is computed; 'auto' counts multiply-adds. 'columns' gathers the sampled "
+        "columns and needs per_sample=False; 'loop': masks, plain autograd.",
+    )
+    memory: Literal["full", "low"] = pydantic.Field(
+        "full", description="'low' keeps no iterates for the backward pass and computes them again there."
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _path_fits_the_sampling(self) -> "ProxSGConfig":
+        if self.path == "columns" and (self.per_sample or self.sampling != "uniform"):
+            raise ValueError(
+                "option path='columns' needs one uniform sample for the whole batch; found "
+                f"per_sample={self.per_sample}, sampling={self.sampling!r}. Use per_sample=False, sampling='uniform'."
+            )
+        if self.memory == "low" and (self.path == "loop" or self.sampling != "uniform"):
+            raise ValueError(
+                "option 'memory' only acts with sampling='uniform' and a path other than 'loop'; found "
+                f"sampling={self.sampling!r}, path={self.path!r}."
+            )
+        return self
 
 
 @dataclass(frozen=True)

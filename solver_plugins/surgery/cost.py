@@ -27,8 +27,8 @@ class Cost:
     Attributes:
         plain: Floating point operations of the plain layer: two for each multiply-add. Elementwise work (norm,
             activation, masks) is counted neither here nor for the solver.
-        solver: Those of the block. Work on the weights alone (``L``, column norms) is not counted: it does not grow
-            with the batch.
+        solver: Those of the block. Of the work on the weights alone, which does not grow with the batch, only a Gram
+            matrix is counted; ``L`` and column norms are not.
         memory: Bytes that the solve keeps for its backward pass beyond what the plain layer keeps, its input and
             weights. The last activation keeps the same in both.
     """

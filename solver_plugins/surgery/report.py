@@ -1,14 +1,17 @@
 """The dry run: what a conversion would do to a model, block by block, as a table and as data."""
 
+import math
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks.fold import reference_diagonal
 from solver_plugins.operators import kernel_of, lipschitz_constant, operator_for
 from solver_plugins.solvers import SamplingSolver, Solver, working_dtype
+from solver_plugins.solvers.paths import gram_from, path_for, solve_size
 from solver_plugins.surgery.convert import Plan, plan_conversion
 from solver_plugins.surgery.cost import cost_of, plain_flops
 from solver_plugins.surgery.inputs import BATCH, read_inputs
@@ -61,6 +64,9 @@ class Row:
         plain_flops: Those of the plain layer in one forward pass, per sample: two for each multiply-add.
         flops: Those of the block in training; see :class:`~solver_plugins.surgery.cost.Cost`.
         memory: Bytes per sample that training keeps for this block beyond the plain layer.
+        path: How its iterates are computed in training, for a batch like the recorded one; see
+            :mod:`solver_plugins.solvers.paths`.
+        gram_from: From how many samples in a batch on that is "gram"; None where it never is, or where it is forced.
     """
 
     name: str
@@ -81,6 +87,8 @@ class Row:
     plain_flops: int | None = None
     flops: int | None = None
     memory: int | None = None
+    path: str | None = None
+    gram_from: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -227,6 +235,7 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> Row:
         normed=block.norm is not None,
     )
     calls = max(1, len(block.calls))
+    path, from_batch = _path(block, solver, batch)
     made = replace(
         row,
         converted=True,
@@ -239,11 +248,27 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> Row:
         plain_flops=cost.plain * calls // batch,
         flops=cost.solver * calls // batch,
         memory=cost.memory * calls // batch,
+        path=path,
+        gram_from=from_batch,
     )
     if solver.implicit:
         limit = solver.config.implicit_iters
         return _with_note(made, f"its backward takes up to {limit} conjugate-gradient steps of two products each")
     return made
+
+
+def _path(block: Block, solver: Solver, batch: int) -> tuple[str, int | None]:
+    """Returns the path of a block in training, and from how many samples on that is the Gram matrix."""
+    with torch.no_grad():
+        operator = operator_for(block.module, block.input_shape)
+    problems = math.prod(block.input_shape[: -len(operator.problem_dims)])
+    sampling = solver.samples != "nothing"
+    size = solve_size(solver, operator, problems, sampling=sampling)
+    least = None if size is None or solver.path not in (None, "auto") else gram_from(size)
+    # Tokens, and other dimensions in front of the features, are problems of the same sample.
+    per_sample = max(1, problems // batch)
+    least = None if least is None else -(-least // per_sample)
+    return path_for(solver, operator, problems, sampling=sampling), least
 
 
 def _constant_and_step(block: Block, solver: Solver) -> tuple[float, float]:
@@ -292,7 +317,7 @@ def _feature_dim(block: Block) -> int:
 def _table(rows: list[Row], width: int) -> "RenderableType":
     roomy = width >= ROOMY
     sampled = any(row.tau is not None for row in rows)
-    headings = ["layer", "pattern", *(["shape"] if roomy else []), *(["p, tau"] if sampled else []), "prior"]
+    headings = ["layer", "pattern", *(["shape"] if roomy else []), *(["p, tau"] if sampled else []), "prior", "path"]
     certified = any(row.L is not None for row in rows)
     figures = [*(["L", "step"] if certified else []), "FLOPs", "cost"]
     table = plain_table([*headings, *figures], figures)
@@ -314,7 +339,7 @@ def _table(rows: list[Row], width: int) -> "RenderableType":
                 if first.p is not None
                 else f"{first.tau}"
             )
-        cells.append(first.prior or "")
+        cells += [first.prior or "", first.path or ""]
         if certified:
             cells += [spread(row.L for row in members), spread(row.step for row in members)]
         cells += [amount(sum(row.flops or 0 for row in members)), f"{number(first.cost)}x"]

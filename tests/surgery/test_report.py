@@ -77,7 +77,8 @@ def test_constant_is_the_one_that_the_converted_block_has():
 
 def test_operations_are_counted():
     """Against the multiply-adds of each layer by hand: conv1 has 6 x 6 outputs for an image of 12 x 11."""
-    report = inspect_model(make(), "proxgd", iters=4, pattern="all", example_inputs=X, lipschitz=False)
+    options = {"iters": 4, "pattern": "all", "example_inputs": X, "lipschitz": False}
+    report = inspect_model(make(), "proxgd", path="two_step", **options)
     rows = {row.name: row for row in report.rows}
     by_hand = {
         "conv1": 2 * 6 * 6 * 4 * 3 * 9,
@@ -91,9 +92,27 @@ def test_operations_are_counted():
     totals = report.totals
     assert totals["plain_flops"] == sum(by_hand.values()) and totals["flops"] == 7 * totals["plain_flops"]
     # Layers that stay plain count as such.
-    report = inspect_model(make(), "proxgd", iters=4, targets=["fc1"], example_inputs=X, lipschitz=False)
+    options = {"iters": 4, "targets": ["fc1"], "example_inputs": X, "lipschitz": False}
+    report = inspect_model(make(), "proxgd", path="two_step", **options)
     assert report.totals["plain_flops"] == sum(by_hand.values())
     assert report.totals["flops"] == sum(by_hand.values()) + 6 * by_hand["fc1"]
+
+
+def test_paths_are_shown_and_counted():
+    """The Gram matrix of fc1 (6 -> 5): one plain product, 5 x 5 x 6 multiply-adds once, 5 x 5 for each further step."""
+    options = {"iters": 4, "example_inputs": X, "lipschitz": False}
+    report = inspect_model(make(), "proxgd", pattern="all", **options)
+    rows = {row.name: row for row in report.rows}
+    assert {rows[name].path for name in ("conv1", "conv2", "conv3")} == {"two_step"}
+    fc1 = rows["fc1"]
+    # 3 B (12 - 5) > 30 from B = 2 on.
+    assert (fc1.path, fc1.gram_from) == ("gram", 2) and rows["conv1"].gram_from is None
+    assert fc1.flops == (2 * 5 * 5 * 6 + len(X) * 2 * (5 * 6 + 3 * 5 * 5)) // len(X)
+    assert "path" in str(report) and "gram" in str(report)
+    forced = inspect_model(make(), "proxgd", path="loop", targets=["fc1"], **options).converted[0]
+    assert (forced.path, forced.gram_from, forced.cost) == ("loop", None, 7)
+    sampled = {row.name: row for row in inspect_model(make(), "proxsg", **options).converted}
+    assert sampled["fc1"].path == "masked" and sampled["fc1"].gram_from is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,382 @@
+"""Unrolled ``proxsg`` with uniform samples, whose backward pass is written by hand.
+
+    r_k = m_k * (s A^T x_k - u),     v_{k+1} = (1 - t_k s lam) x_k - t_k (q A r_k - b),     q = n1/tau,  x_0 = 0
+
+    h_k = m_k * A^T (t_k q G_{k+1}),       du = sum_k h_k,       db = sum_k t_k G_{k+1}
+    G_k = J_k ((1 - t_k s lam) G_{k+1} - s A h_k),      dA = - sum_k (t_k q G_{k+1} r_k^T + s x_k h_k^T)
+
+The masks ``m_k`` of all iterations are drawn in one call. Where the whole batch shares one sample, its columns can be
+gathered instead: ``A_S`` in the place of ``A`` with a mask.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solver_plugins.gradients.products import Sum
+from solver_plugins.gradients.unrolled import is_transformed, unflattened
+from solver_plugins.operators import LinearMap, LinearOperator, autocast_off
+from solver_plugins.prox import Prior
+from solver_plugins.prox.base import Step
+from solver_plugins.solvers import BlockProblem, Draws, ProxSG, Solution, Solver, State
+
+
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """All of a sampled solve that is no tensor.
+
+    Attributes:
+        operator: ``A`` without a diagonal; its weight is a stand-in.
+        dtype: The precision of the products.
+        columns: Whether the samples are indices of columns, else masks.
+        prior: ``g``.
+        lam: The strong convexity.
+        share: ``q = n1/tau``.
+        unit: Whether ``s = 1/L`` (formulation ``normalized``), else it is one.
+        steps: ``t_k``, one for each iteration, where they are numbers; else they are a tensor.
+        iterations: ``T``.
+        low: Whether iterates are computed again in the backward pass instead of being kept.
+    """
+
+    operator: LinearOperator
+    dtype: torch.dtype
+    columns: bool
+    prior: Prior
+    lam: float
+    share: float
+    unit: bool
+    steps: tuple[float, ...]
+    iterations: int
+    low: bool
+
+
+def has_sampled_kernel(solver: Solver, problem: BlockProblem) -> bool:
+    """Whether this solve can take the hand-written path."""
+    prior = problem.prior
+    if type(solver) is not ProxSG or not prior.separable or prior.learnable or prior.opaque:
+        return False
+    return not is_transformed(problem)
+
+
+def solve_sampled(
+    solver: Solver, problem: BlockProblem, path: str, draws: Draws, *, keep_first: bool = False
+) -> Solution:
+    """Runs ``proxsg`` with uniform samples; gradients reach input, weights and bias.
+
+    Args:
+        solver: The solver.
+        problem: The problem.
+        path: "masked" or "columns".
+        draws: Where random numbers come from: the same ones as in the plain loop, on the CPU.
+        keep_first: Also return the argument of the first iterate.
+    """
+    assert isinstance(solver, ProxSG)
+    operator, iterations = problem.operator.folded(), solver.config.iters
+    tau = solver.tau(operator.in_features)
+    steps = [solver.step_at(problem, iteration) for iteration in range(iterations)]
+    numbers = tuple(one for one in steps if isinstance(one, float))
+    given = None
+    if len(numbers) < iterations:
+        given = torch.stack(
+            [torch.as_tensor(one, dtype=problem.dtype, device=problem.smoothness.device) for one in steps]
+        )
+        numbers = ()
+    rule = Rule(
+        operator=operator,
+        dtype=problem.product_dtype,
+        columns=path == "columns",
+        prior=problem.prior,
+        lam=problem.lam,
+        share=operator.in_features / tau,
+        unit=problem.formulation == "normalized",
+        steps=numbers,
+        iterations=iterations,
+        low=solver.low_memory,
+    )
+    samples = solver.uniform_samples(problem, tau, iterations, draws, indices=rule.columns)
+    u, weight, bias = problem.input, operator.weight, problem.bias
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (u, weight, bias)):
+        v, first = _Sampled.apply(u, weight, bias, samples, problem.smoothness, given, rule)[:2]
+    else:
+        v, first, _ = _iterate(u, weight, bias, samples, problem.smoothness, given, rule, keep=False)
+    state = State(v, steps[-1])
+    started = solver.argument(problem, State(first, steps[0])) if keep_first else None
+    return Solution(solver, problem, state, first=started)
+
+
+class _Samples:
+    """Products with the sampled columns of ``A``, in every iteration other ones."""
+
+    def __init__(self, u: Tensor, weight: Tensor, samples: Tensor, smoothness: Tensor, rule: Rule):
+        self.u, self.samples, self.columns = u, samples, rule.columns
+        self.scale: Step = smoothness.reciprocal() if rule.unit else 1.0
+        self.working = smoothness.dtype
+        self.lowered = rule.dtype != self.working
+        self.operator = replace(rule.operator, weight=weight.to(rule.dtype))
+        self.matrix = isinstance(rule.operator, LinearMap)
+        # Rows are gathered faster than columns.
+        self.transposed = self.operator.weight.t().contiguous() if self.columns else None
+        self.scaled = self.operator
+        if self.matrix and not self.lowered and not self.columns:
+            self.scaled = replace(rule.operator, weight=weight * self.scale)
+
+    def part(self, k: int) -> Tensor:
+        """Returns the sampled columns of iteration ``k`` as rows."""
+        assert self.transposed is not None
+        return self.transposed.index_select(0, self.samples[k])
+
+    def input(self, k: int) -> Tensor:
+        """Returns ``m_k * u``."""
+        if self.columns:
+            return self.u.index_select(-1, self.samples[k])
+        # A product, not torch.where, which takes four times as long.
+        return self.u * self.samples[k]
+
+    def residual(self, x: Tensor | None, k: int) -> Tensor:
+        """Returns ``r_k``."""
+        if x is None:
+            return -self.input(k).to(self.working)
+        if self.columns:
+            product = (x.to(self.operator.weight.dtype) @ self.part(k).t()).to(self.working)
+            return product * self.scale - self.input(k)
+        if self.matrix and not self.lowered:
+            return torch.addmm(self.u, x, self.scaled.weight, beta=-1) * self.samples[k]
+        product = self.operator.adjoint(x).to(self.working)
+        return (product * self.scale - self.u) * self.samples[k]
+
+    def descend(self, base: Tensor, r: Tensor, k: int, factor: Step) -> Tensor:
+        """Returns ``base - factor * A r``."""
+        if self.lowered or not self.matrix or isinstance(factor, Tensor):
+            r = (r * -factor).to(self.operator.weight.dtype)
+            product = r @ self.part(k) if self.columns else self.operator.apply(r)
+            return base + product.to(base.dtype)
+        return torch.addmm(base, r, self.part(k) if self.columns else self.operator.weight.t(), alpha=-factor)
+
+    def pull(self, grad: Tensor, k: int) -> Tensor:
+        """Returns ``m_k * A^T grad``."""
+        if self.columns:
+            return (grad.to(self.operator.weight.dtype) @ self.part(k).t()).to(self.working)
+        return self.operator.adjoint(grad).to(self.working) * self.samples[k]
+
+
+def _step(steps: Tensor | None, rule: Rule, k: int) -> Step:
+    return rule.steps[k] if steps is None else steps[k]
+
+
+def _iterate(
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    samples: Tensor,
+    smoothness: Tensor,
+    steps: Tensor | None,
+    rule: Rule,
+    keep: bool,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Returns ``v_T``, ``v_1``, and for the backward pass iterates, slopes and residuals; differentiable."""
+    prior, shape = rule.prior, u.shape[:-1]
+    kept: list[list[Tensor]] = [[], [], []]
+    with autocast_off(u.device):
+        u, samples, bias = _flattened(u, samples, bias, rule)
+        made = _Samples(u, weight, samples, smoothness, rule)
+        x, v, first = None, None, None
+        for k in range(rule.iterations):
+            step = _step(steps, rule, k)
+            if v is not None:
+                before = _step(steps, rule, k - 1)
+                fresh = v is not first and prior.slope_from_value and not torch.is_grad_enabled()
+                x = prior.prox_(v, before) if fresh else prior.prox(v, before)
+                if keep:
+                    # The identity returns what it was given, and v_1 is an output of its own.
+                    kept[0].append(x.clone() if x is first else x)
+                    if not prior.slope_from_value:
+                        kept[1].append(prior.derivative(v, before))
+            r = made.residual(x, k)
+            if keep and k > 0:
+                kept[2].append(r)
+            v = made.descend(_base(x, bias, r, step, made.scale, rule), r, k, step * rule.share)
+            first = v if k == 0 else first
+        assert v is not None and first is not None
+        if made.matrix:
+            v, first = (unflattened(one, torch.Size((*shape, one.shape[-1]))) for one in (v, first))
+    return v, first, [one for part in kept for one in part]
+
+
+def _base(x: Tensor | None, bias: Tensor | None, r: Tensor, step: Step, scale: Step, rule: Rule) -> Tensor:
+    """Returns ``(1 - t s lam) x + t b``."""
+    if x is not None:
+        base = x * (1 - step * rule.lam * scale)
+        return base if bias is None else base + step * bias
+    features = getattr(rule.operator, "output_size", ())
+    batch = r.shape[: r.dim() - len(rule.operator.problem_dims)]
+    zero = r.new_zeros(()).expand(*batch, rule.operator.out_features, *features)
+    return zero if bias is None else zero + step * bias
+
+
+def _flattened(u: Tensor, samples: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns the rows of a matrix as one batch; a convolution takes any batch as it is."""
+    if not isinstance(rule.operator, LinearMap):
+        return u, samples, bias
+    if not rule.columns and samples.dim() > 2:
+        samples = samples.reshape(samples.shape[0], -1, samples.shape[-1])
+    if bias is not None and bias.dim() > 1:
+        bias = bias.expand(*u.shape[:-1], bias.shape[-1]).reshape(-1, bias.shape[-1])
+    return u.reshape(-1, u.shape[-1]), samples, bias
+
+
+class _Sampled(torch.autograd.Function):
+    """``v_T`` and ``v_1`` of the input, the weight and the bias."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        u: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        samples: Tensor,
+        smoothness: Tensor,
+        steps: Tensor | None,
+        rule: Rule,
+    ) -> tuple[Tensor, ...]:
+        v, first, kept = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=not rule.low)
+        return (v, first if first is not v else v.clone(), *kept)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.rule = inputs
+        ctx.mark_non_differentiable(*output[2:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *output[2:])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        u, weight, bias, samples, smoothness, steps, *rest = ctx.saved_tensors
+        (grad, grad_first), rule = grads[:2], ctx.rule
+        needs = ctx.needs_input_grad[:3]
+        if grad is None and grad_first is None:
+            return (None,) * 7
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            # A derivative of this gradient is going to be taken.
+            live = [one for one, needed in zip((u, weight, bias), needs, strict=True) if needed]
+            out = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=False)[:2]
+            pairs = [(one, given) for one, given in zip(out, (grad, grad_first), strict=True) if given is not None]
+            found = iter(
+                torch.autograd.grad(
+                    [one for one, _ in pairs],
+                    live,
+                    [given for _, given in pairs],
+                    create_graph=True,
+                    allow_unused=True,
+                )
+            )
+            return (*(next(found) if needed else None for needed in needs), None, None, None, None)
+        if rule.low:
+            rest = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=True)[2]
+        with autocast_off(u.device):
+            gradients = _backward(grad, grad_first, u, weight, bias, samples, smoothness, steps, rule, rest, needs)
+        return (*gradients, None, None, None, None)
+
+
+def _backward(
+    grad: Tensor | None,
+    grad_first: Tensor | None,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    samples: Tensor,
+    smoothness: Tensor,
+    steps: Tensor | None,
+    rule: Rule,
+    kept: list[Tensor],
+    needs: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Returns the gradients of input, weight and bias."""
+    prior, again = rule.prior, rule.iterations - 1
+    iterates, slopes = kept[:again], kept[again : len(kept) - again]
+    residuals = kept[len(kept) - again :]
+    shape = u.shape
+    u, samples, _ = _flattened(u, samples, None, rule)
+    made = _Samples(u, weight, samples, smoothness, rule)
+    if made.matrix:
+        grad, grad_first = (None if one is None else one.reshape(-1, one.shape[-1]) for one in (grad, grad_first))
+    if grad is None:
+        assert grad_first is not None
+        grad = torch.zeros_like(grad_first)
+    du, summed = torch.zeros_like(u, dtype=made.working), False
+    db: Tensor | None = None
+    total = _WeightGradient(made, rule, weight)
+    for k in range(again, -1, -1):
+        step = _step(steps, rule, k)
+        if k == 0 and grad_first is not None:
+            grad = grad + grad_first
+        moved = grad * step
+        if needs[2]:
+            db = moved if db is None else db + moved
+        moved = moved * rule.share
+        h = made.pull(moved, k)
+        if needs[0]:
+            du = du.index_add(-1, samples[k], h) if rule.columns else du.add_(h) if summed else du + h
+            summed = True
+        if needs[1]:
+            total.add(moved, residuals[k - 1] if k > 0 else made.residual(None, k), k)
+            if k > 0:
+                total.add_second(iterates[k - 1], h, k)
+        if k == 0:
+            break
+        base = grad * (1 - step * rule.lam * made.scale)
+        back = made.descend(base, h * made.scale if rule.unit else h, k, 1.0)
+        before = _step(steps, rule, k - 1)
+        grad = slopes[k - 1] * back if slopes else prior.vjp(iterates[k - 1], before, back)
+    found_u = du.reshape(shape).to(u.dtype) if needs[0] else None
+    found_b = None
+    if needs[2] and db is not None and bias is not None:
+        db = db.reshape(*shape[:-1], db.shape[-1]) if made.matrix else db
+        found_b = db.sum_to_size(bias.shape).to(bias.dtype)
+    return [found_u, total.result() if needs[1] else None, found_b]
+
+
+class _WeightGradient:
+    """Sums ``- (G_k r_k^T + s x_k h_k^T)``: in two sums of products where the samples are masks."""
+
+    def __init__(self, made: _Samples, rule: Rule, weight: Tensor):
+        self.made, self.columns, self.weight_dtype = made, rule.columns, weight.dtype
+        self.sums = (Sum(), Sum())
+        self.total: Tensor | None = None
+        if rule.columns:
+            assert made.transposed is not None
+            self.total = torch.zeros_like(made.transposed, dtype=made.working)
+
+    def add(self, grad: Tensor, r: Tensor, k: int) -> None:
+        self._add(grad, r, k, 0, 1.0)
+
+    def add_second(self, x: Tensor, h: Tensor, k: int) -> None:
+        self._add(x, h, k, 1, self.made.scale)
+
+    def _add(self, left: Tensor, right: Tensor, k: int, place: int, scale: Step) -> None:
+        dtype = self.made.operator.weight.dtype
+        left, right = left.to(dtype), right.to(dtype)
+        if self.columns:
+            assert self.total is not None
+            part = (right.t() @ left).to(self.total.dtype) * scale
+            self.total = self.total.index_add(0, self.made.samples[k], part)
+        elif self.made.matrix:
+            self.sums[place].add(left, right)
+        else:
+            # Batch and space are large enough for products of their own, and too large for copies.
+            part = self.made.operator.weight_gradient(right, left).to(self.made.working) * scale
+            self.total = part if self.total is None else self.total + part
+
+    def result(self) -> Tensor:
+        """Returns the gradient of the weight."""
+        if self.columns and self.total is not None:
+            return -self.total.t().to(self.weight_dtype)
+        if self.total is None:
+            first, second = (one.result() for one in self.sums)
+            assert first is not None
+            self.total = first.to(self.made.working)
+            if second is not None:
+                self.total = self.total + second.to(self.made.working) * self.made.scale
+        return -self.total.to(self.weight_dtype)
