@@ -2,6 +2,7 @@
 
 import os
 import zlib
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -19,3 +20,12 @@ def seed_torch(request: pytest.FixtureRequest) -> int:
     seed = zlib.crc32(request.node.name.encode())
     torch.manual_seed(seed)
     return seed
+
+
+@pytest.fixture
+def environment() -> Iterator[os._Environ[str]]:
+    """The environment, put back afterwards: Accelerate writes what it has found into it."""
+    before = dict(os.environ)
+    yield os.environ
+    os.environ.clear()
+    os.environ.update(before)

@@ -33,9 +33,13 @@ class Team:
             return
         from accelerate import PartialState
 
+        from solver_plugins.train.processes import end_processes
+
         try:
             state: Any = PartialState(cpu=cpu, timeout=_PATIENCE)
         except (ValueError, RuntimeError) as error:
+            # What was half made would be found by the next one who asks Accelerate.
+            end_processes(None)
             raise LaunchError(
                 f"WORLD_SIZE says that {started} processes were started, and they do not find each other: {error}. Use "
                 "`accelerate launch`, or unset WORLD_SIZE."

@@ -19,6 +19,6 @@ def test_examples_run(capsys: pytest.CaptureFixture[str]):
 
 def test_errata_name_tests_that_exist():
     written = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
-    named = re.findall(r"`(test_\w+?)(?:_?\.\.\.)?`", PAGE.read_text())
+    named = re.findall(r"`(test_\w+?)(?:_?\.\.\.)?`", PAGE.read_text().partition("## Errata")[2])
     assert len(named) >= 10
     assert all(f"def {name}" in written for name in named)

@@ -14,13 +14,13 @@ from solver_plugins import SolverLinear
 from solver_plugins.blocks import chain
 from solver_plugins.blocks.stepsize import estimated_steps
 from solver_plugins.cli import main
+from solver_plugins.gradients import products
 from solver_plugins.integrations.coverage import checks, passes, run, table, transformers_models, weights
 from solver_plugins.integrations.coverage.reference import solve
 from solver_plugins.integrations.coverage.result import CHECKS, Case, Row
 from solver_plugins.integrations.coverage.run import Limits, Task, run_task
 from solver_plugins.integrations.coverage.sample import CI, tasks
 from solver_plugins.operators.conv import ConvMap
-from solver_plugins.operators.linear import LinearMap
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import convert as surgeon
 
@@ -81,7 +81,8 @@ def test_a_wrong_adjoint_is_found(monkeypatch):
     monkeypatch.setattr(ConvMap, "adjoint", scaled(ConvMap.adjoint))
     assert set(check_residual().failures) == {"reference"}
     monkeypatch.undo()
-    monkeypatch.setattr(LinearMap, "apply", scaled(LinearMap.apply))
+    # Of a matrix A, A A^T is made at once.
+    monkeypatch.setattr(products, "symmetric_product", scaled(products.symmetric_product))
     assert set(check_residual().failures) == {"reference"}
 
 

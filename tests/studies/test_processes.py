@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 
 from solver_plugins.studies import read_study_config, run_study
 from solver_plugins.studies.processes import Team
@@ -83,13 +84,17 @@ def test_two_processes_give_the_result_of_one(tmp_path, monkeypatch):
     assert measured(tmp_path / "two") == before
 
 
-def test_processes_that_do_not_find_each_other(monkeypatch):
+def test_processes_that_do_not_find_each_other(environment):
     """WORLD_SIZE alone, from an environment that is none of a launcher."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    environment["WORLD_SIZE"] = "2"
     for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name, raising=False)
+        environment.pop(name, None)
     with pytest.raises(LaunchError, match="2 processes were started"):
         Team()
+    # Nothing of it is left for those who come next, but for what Accelerate writes into the environment.
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        environment.pop(name, None)
+    assert Accelerator(cpu=True).num_processes == 1
 
 
 def test_errors_of_the_first_process_are_raised():

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 
 import datasets
 import pytest
@@ -164,15 +163,6 @@ def test_models_that_cannot_be_built(tmp_path, model, message):
 def test_optimizers_that_cannot_be_made(tmp_path):
     with pytest.raises(OptionError, match="optimizer 'adamm'"):
         finetune(tiny(tmp_path / "run", optimizer={"opt": "adamm"}))
-
-
-@pytest.fixture
-def environment():
-    """Accelerate writes what it has found into the environment."""
-    before = dict(os.environ)
-    yield os.environ
-    os.environ.clear()
-    os.environ.update(before)
 
 
 def test_processes_that_do_not_know_of_each_other(tmp_path, environment):
