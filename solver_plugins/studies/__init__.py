@@ -10,6 +10,10 @@ from solver_plugins.studies import (  # noqa: F401  They register themselves.
     dropblock_fig4,
     dropblock_rank,
     dropblock_regularizer,
+    opteq_alpha,
+    opteq_grad,
+    opteq_head,
+    opteq_regularizers,
     proxprop_convergence,
     proxprop_stability,
 )
