@@ -13,6 +13,7 @@ from solver_plugins.dropblock import ClassifierDropout, StructuredDropoutRegular
 from solver_plugins.errors import OptionError
 from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
 from solver_plugins.studies.dropblock_rank import effective_rank
+from solver_plugins.studies.fitting import spread
 from solver_plugins.studies.images import ImageData, Images, Part
 from solver_plugins.studies.registry import register_study
 from solver_plugins.train.randomness import seed_for
@@ -116,9 +117,9 @@ class DropBlockRegularizer(Study[RegularizerConfig]):
         rows = [
             (
                 arm,
-                _spread(results.of(arm=arm).each("accuracy"), ".2f"),
-                _spread(results.of(arm=arm).each("effective_rank"), ".2f"),
-                _spread(results.of(arm=arm).each("training_cpu_seconds"), ".1f"),
+                spread(results.of(arm=arm).each("accuracy"), ".2f"),
+                spread(results.of(arm=arm).each("effective_rank"), ".2f"),
+                spread(results.of(arm=arm).each("training_cpu_seconds"), ".1f"),
             )
             for arm in (NONE, SAMPLED, DETERMINISTIC)
         ]
@@ -176,10 +177,3 @@ def _attach(model: nn.Module, arm: str, config: RegularizerConfig) -> Classifier
 def _logits(model: nn.Module, part: Part) -> Tensor:
     model.eval()
     return torch.cat([model(images) for images in part.images.split(200)])
-
-
-def _spread(values: list[float], form: str) -> str:
-    found = torch.tensor(values, dtype=torch.float64)
-    if len(found) == 1:
-        return f"{float(found[0]):{form}}"
-    return f"{float(found.mean()):{form}} ± {float(found.std()):{form}}"
