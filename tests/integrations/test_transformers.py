@@ -303,7 +303,10 @@ with torch.no_grad():
     assert torch.equal(made.from_pretrained({str(folder)!r})(**inputs)[0], plain)
     assert "solver_plugins" not in sys.modules
     import solver_plugins
-    torch.testing.assert_close(made.from_pretrained({str(folder)!r})(**inputs)[0], solved, rtol=1e-5, atol=1e-7)
+    model = made.from_pretrained({str(folder)!r})
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert torch.equal(model(**inputs)[0], solved)
 """
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     warnings = [line for line in done.stderr.splitlines() if "Unknown quantization type" in line]
