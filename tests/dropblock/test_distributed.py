@@ -1,17 +1,13 @@
 """Two real processes over gloo: the regulariser gives the gradients of a single process."""
 
-import os
-import socket
-
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from solver_plugins import StructuredDropoutRegularizer
+from tests.gloo import in_two_processes
 
 
 class Net(nn.Module):
@@ -24,19 +20,14 @@ class Net(nn.Module):
         return self.fc(torch.tanh(self.body(x)))
 
 
-def work(rank, port, queue):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def gradients_of_a_share(rank):
     model, x, y = distributed_problem()
     ddp = DistributedDataParallel(model)
     regularizer = StructuredDropoutRegularizer(ddp, "dropblock", 0.5, 2)
     with ddp.no_sync():
         (F.mse_loss(ddp(x[rank:8:2]), y[rank:8:2]) + regularizer()).backward()
     (F.mse_loss(ddp(x[8 + rank :: 2]), y[8 + rank :: 2]) + regularizer()).backward()
-    queue.put((rank, [parameter.grad.tolist() for parameter in model.parameters()]))
-    dist.barrier()
-    dist.destroy_process_group()
+    return [parameter.grad.tolist() for parameter in model.parameters()]
 
 
 def distributed_problem():
@@ -45,22 +36,11 @@ def distributed_problem():
 
 
 def test_two_processes_with_accumulation_equal_one():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    processes = [context.Process(target=work, args=(rank, port, queue)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    results = dict(queue.get(timeout=120) for _ in processes)
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    results = in_two_processes(gradients_of_a_share)
     model, x, y = distributed_problem()
     regularizer = StructuredDropoutRegularizer(model, "dropblock", 0.5, 2)
     for part in (slice(0, 8), slice(8, 16)):
         (F.mse_loss(model(x[part]), y[part]) + regularizer()).backward()
-    for grads in results.values():
+    for grads in results:
         for parameter, grad in zip(model.parameters(), grads, strict=True):
             assert_close(torch.tensor(grad, dtype=torch.float64), parameter.grad, rtol=1e-9, atol=1e-12)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from solver_plugins.equilibrium import DeepOptEq, DivergenceError, OptEqLayer
 from solver_plugins.errors import DoubleBackwardError, NotConvergedWarning
 from tests.equilibrium.small import DOUBLE, conv_network, inputs, network
-from tests.promises.gloo import in_two_processes
+from tests.gloo import in_two_processes
 
 VARIANTS = {
     "one layer": lambda **o: (network(1, activation="tanh", **o), inputs(3, 5)),

@@ -13,7 +13,7 @@ from solver_plugins import convert_model, refresh_steps, revert_model
 from solver_plugins.blocks import TrackedStep
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import ConversionError
-from tests.promises.gloo import in_two_processes
+from tests.gloo import in_two_processes
 from tests.promises.small import ResidualNet, still
 
 ROWS = {"x": torch.randn(8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)}

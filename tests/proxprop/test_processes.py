@@ -2,14 +2,10 @@
 
 import contextlib
 import copy
-import os
-import socket
-import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from solver_plugins import ProxProp
 from solver_plugins.proxprop import LayerNotRunError, ReplicaError, WrappedModelError, proxprop
+from tests.gloo import in_two_processes
 
 D = {"dtype": torch.float64}
 
@@ -148,40 +145,15 @@ def tensor_parallel(rank):
     assert ProxProp(model, exclude=["0", "2"], skip_last=False).layers == ["4"]
 
 
-def work(rank, port, queue):
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def everything(rank):
     GROUPS.update({one: dist.new_group([one]) for one in range(2)})
-    try:
-        for case in CASES:
-            distributed(rank, *case)
-        uneven(rank)
-        silent(rank)
-        sharded(rank)
-        tensor_parallel(rank)
-        queue.put((rank, "done"))
-    except BaseException as error:
-        queue.put((rank, "".join(traceback.format_exception(error))))
-        raise
-    dist.barrier()
-    dist.destroy_process_group()
+    for case in CASES:
+        distributed(rank, *case)
+    uneven(rank)
+    silent(rank)
+    sharded(rank)
+    tensor_parallel(rank)
 
 
 def test_two_processes_are_one():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    processes = [context.Process(target=work, args=(rank, port, queue)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    try:
-        results = dict(queue.get(timeout=180) for _ in processes)
-        assert results == {0: "done", 1: "done"}, "\n".join(results.values())
-    finally:
-        for process in processes:
-            process.join(30)
-            if process.is_alive():
-                process.terminate()
+    in_two_processes(everything)

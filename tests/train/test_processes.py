@@ -3,7 +3,6 @@
 import os
 import pickle
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from solver_plugins.train import CheckpointError
 from solver_plugins.train.pickles import check_is_data
 from solver_plugins.train.run import finetune
+from tests.gloo import free_port
 from tests.train.runs import VIT, everything, run_as, spawning, tiny, weights
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +27,7 @@ SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_P
 
 
 def in_two_processes(config, resume=False, environment=None):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     children = [
         spawning().Process(target=run_as, args=(rank, 2, port, config, resume, environment)) for rank in range(2)
     ]

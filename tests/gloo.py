@@ -23,15 +23,20 @@ def _work(rank: int, port: int, body: Callable[..., Any], args: tuple[Any, ...],
     dist.destroy_process_group()
 
 
+def free_port() -> int:
+    """Returns a port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def in_two_processes(body: Callable[..., Any], *args: Any) -> list[Any]:
     """Runs ``body(rank, *args)`` in two processes and returns both results.
 
     Raises:
         AssertionError: If one of them fails, with its traceback.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     context = mp.get_context("spawn")
     queue = context.Queue()
     processes = [context.Process(target=_work, args=(rank, port, body, args, queue)) for rank in range(2)]
