@@ -33,7 +33,7 @@ _SMALL = (
     "m0", "lite", "base", "412m", "167m", "88m", "300m",
 )  # fmt: skip
 """Words for small models, the smallest first."""
-_LARGE = re.compile(r"giant|gigantic|enormous|huge|large|xlarge|_xl|_l_|_7b|_3b|_1b|_6b|x4|l2|_2560|_1280|_640|so400m")
+_LARGE = re.compile(r"giant|gigantic|enormous|huge|large|xlarge|_xl|_l_|_\d+b_|x4|l2|_2560|_1280|_640|so400m")
 
 
 _PATCH = re.compile(r"patch(\d+)")
