@@ -8,7 +8,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
 import safetensors.torch
@@ -19,6 +19,7 @@ from solver_plugins.blocks.stepsize import TrackedStep, estimated_steps
 from solver_plugins.integrations.coverage import passes
 from solver_plugins.integrations.coverage.reference import Watch
 from solver_plugins.integrations.coverage.result import ITERS, TOLERANCE, Case, CheckError, Row, told
+from solver_plugins.integrations.coverage.same import network_id
 from solver_plugins.integrations.coverage.weights import (
     buffers_of,
     drop_nothing,
@@ -43,7 +44,9 @@ LARGE = 350_000_000
 """Of models with more parameters, only one is in memory at a time."""
 
 
-def check(make: Callable[[], Case], library: str, name: str, family: str) -> Row:
+def check(
+    make: Callable[[], Case], library: str, name: str, family: str, known: Mapping[str, str] | None = None
+) -> Row:
     """Runs all checks of one model; never raises.
 
     Args:
@@ -51,12 +54,13 @@ def check(make: Callable[[], Case], library: str, name: str, family: str) -> Row
         library: "timm" or "transformers".
         name: The model's name.
         family: Its family.
+        known: Names of checked models by their network: one that is the same network is only walked.
     """
     row = Row(library, name, family)
     start, wall = time.process_time(), time.perf_counter()
     with warnings.catch_warnings(), estimated_steps():
         warnings.simplefilter("ignore")
-        checks = _Check(row)
+        checks = _Check(row, known or {})
         try:
             checks.run(make)
         except Exception as error:
@@ -73,8 +77,9 @@ def check(make: Callable[[], Case], library: str, name: str, family: str) -> Row
 class _Check:
     """The checks of one model, and what they hand on to each other."""
 
-    def __init__(self, row: Row):
+    def __init__(self, row: Row, known: Mapping[str, str]):
         self.row = row
+        self.known = known
         self.turn: IO[bytes] | None = None
 
     @contextlib.contextmanager
@@ -105,8 +110,12 @@ class _Check:
             self.case = make()
             self.model = self.case.model or self.case.build()
             row.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-            self.turn = _one_at_a_time() if row.parameters > LARGE else None
-            self._plain_passes()
+            if self.case.native is not None:
+                row.network = network_id(self.model, self.case.inputs)
+            row.same_as = self.known.get(row.network or "")
+            if row.same_as is None:
+                self.turn = _one_at_a_time() if row.parameters > LARGE else None
+                self._plain_passes()
         except Exception as error:
             row.foreign = told(error)
             return
@@ -115,7 +124,7 @@ class _Check:
         shapes = [tuple(t.shape) for t in (*self.case.inputs.args, *self.case.inputs.kwargs.values()) if _is_tensor(t)]
         row.input = ", ".join("x".join(map(str, shape)) for shape in shapes)
         self._walk()
-        if not self.blocks:
+        if not self.blocks or row.same_as is not None:
             return
         twin, _ = clone(self.model, lambda tensor: tensor)
         self._once()

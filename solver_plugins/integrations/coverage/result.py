@@ -70,6 +70,8 @@ class Row:
         failures: The checks that do not, with the reason.
         foreign: The error of the plain model itself, if it does not run here: nothing of ours was reached.
         notes: What else is worth knowing.
+        network: A hash of all that it computes with but its weights, where it was built for smaller inputs.
+        same_as: The model of the same hash whose results these are; of its own it was only walked.
         seconds: How long everything took, in seconds of the processor: other work on the machine does not count.
         wall_seconds: The same by the clock.
         stages: How long each check took, in seconds of the processor.
@@ -91,6 +93,8 @@ class Row:
     failures: dict[str, str] = field(default_factory=dict)
     foreign: str | None = None
     notes: list[str] = field(default_factory=list)
+    network: str | None = None
+    same_as: str | None = None
     seconds: float = 0.0
     wall_seconds: float = 0.0
     stages: dict[str, float] = field(default_factory=dict)

@@ -46,6 +46,7 @@ def page(rows: Iterable[Result], versions: Mapping[str, str], date: str) -> str:
         *_families(rows),
         *_left(rows),
         *_reduced(rows),
+        *_same(rows),
         *_without(rows),
         *_failures(rows),
         *_foreign(rows),
@@ -143,6 +144,18 @@ def _general(reason: str) -> str:
 def _reduced(rows: Sequence[Result]) -> list[str]:
     lines = [[row["name"], row["reduced"]] for row in rows if row["reduced"]]
     return ["## Checked with reduced depth", "", *_table(["model", "how"], lines, 2)] if lines else []
+
+
+def _same(rows: Sequence[Result]) -> list[str]:
+    lines = [[row["name"], row["same_as"]] for row in rows if row.get("same_as")]
+    if not lines:
+        return []
+    about = (
+        "At the size of these checks these models are other models' networks under another name (the same modules, "
+        "options, shapes and buffers; pretrained weights or image sizes differ). Each was walked at its own size; the "
+        "other checks are those of the model beside it."
+    )
+    return ["## The same network as another model", "", about, "", *_table(["model", "checked as"], lines, 2)]
 
 
 def _without(rows: Sequence[Result]) -> list[str]:
