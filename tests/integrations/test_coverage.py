@@ -15,7 +15,7 @@ from solver_plugins.blocks import chain
 from solver_plugins.blocks.stepsize import estimated_steps
 from solver_plugins.cli import main
 from solver_plugins.gradients import products
-from solver_plugins.integrations.coverage import checks, passes, run, table, transformers_models, weights
+from solver_plugins.integrations.coverage import checks, passes, run, same, table, transformers_models, weights
 from solver_plugins.integrations.coverage.reference import solve
 from solver_plugins.integrations.coverage.result import CHECKS, Case, Row
 from solver_plugins.integrations.coverage.run import Limits, Task, run_task
@@ -316,3 +316,40 @@ def test_configs_of_transformers_are_small():
     assert len(names) > 150
     config = transformers_models.small_config("llama")
     assert (config.hidden_size, config.num_hidden_layers, config.num_labels) == (32, 2, 3)
+
+
+class Small(nn.Module):
+    """A network with what can differ between two: an option, a function and what it holds, a buffer, sharing."""
+
+    def __init__(self, eps: float = 1e-5, slope: float = 0.1, shift: float = 0.0, tied: bool = False) -> None:
+        super().__init__()
+        self.eps = eps
+        self.act = lambda x: nn.functional.leaky_relu(x, slope)
+        self.register_buffer("shift", torch.full((3,), shift))
+        self.one = nn.Linear(3, 3)
+        self.two = self.one if tied else nn.Linear(3, 3)
+
+
+def test_a_network_is_told_from_others():
+    inputs = Inputs((torch.randn(2, 3),))
+    plain = same.network_id(Small(), inputs)
+    assert plain is not None and plain == same.network_id(Small(), inputs)
+    others = [Small(eps=1e-6), Small(slope=0.2), Small(shift=1.0), Small(tied=True), Small().half(), Small().eval()]
+    others[-1].one.weight.requires_grad_(False)
+    ids = [same.network_id(other, inputs) for other in others]
+    ids.append(same.network_id(Small(), Inputs((torch.randn(4, 3),))))
+    assert len({plain, *ids}) == len(ids) + 1 and None not in ids
+    strange = Small()
+    strange.eps = iter(())
+    assert same.network_id(strange, inputs) is None
+
+
+def test_the_same_network_is_checked_once(tmp_path):
+    """Two names of timm for one network, once both take small images."""
+    names = ["vit_tiny_patch16_224", "vit_tiny_patch16_384"]
+    run.run([Task("timm", name, "vision_transformer") for name in names], tmp_path / "rows.jsonl", 1)
+    one, other = run.done(tmp_path / "rows.jsonl").values()
+    assert one["same_as"] is None and other["same_as"] == names[0]
+    assert one["network"] == other["network"] and not one["failures"] and not other["failures"]
+    assert other["passed"] == one["passed"] and set(one["passed"]) == set(CHECKS) and other["walk_seconds"] > 0
+    assert names[1] in table.page([one, other], {}, "today").split("## The same network as another model")[1]

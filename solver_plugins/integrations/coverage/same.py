@@ -31,7 +31,8 @@ def network_id(model: nn.Module, inputs: Inputs) -> str | None:
     of the Parameters, contents of the buffers, and what is shared; and the shapes of the inputs.
     """
     text = hashlib.sha256()
-    modules, parameters = {}, {}
+    modules: dict[int, str] = {}
+    parameters: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), name)
         for own, parameter in module._parameters.items():
