@@ -10,7 +10,7 @@ STAMP := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test lint lint-style lint-format lint-types lint-imports format clean
+.PHONY: help install quickstart test lint lint-style lint-format lint-types lint-imports format docs release-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -58,6 +58,12 @@ lint-imports: $(STAMP) ## Check the import order of the rooms (import-linter)
 format: $(STAMP) ## Format the code and sort imports
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
+
+docs: $(STAMP) ## Write docs/api.md from the docstrings
+	$(BIN)/python docs/api.py
+
+release-check: $(STAMP) ## Build sdist and wheel into dist/, and use the wheel in a fresh environment
+	$(BIN)/python .ci/release_check.py --output dist
 
 clean: ## Remove caches and build products (keeps the virtual environment)
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

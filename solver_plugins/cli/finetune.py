@@ -13,7 +13,8 @@ from solver_plugins.train.config import read_config
 
 def finetune(
     config: Annotated[
-        Path | None, typer.Argument(help="A YAML or JSON file; see configs/recipes.", show_default=False)
+        Path | None,
+        typer.Argument(help="A YAML or JSON file, or a recipe's name, such as quickstart.", show_default=False),
     ] = None,
     changes: Annotated[
         list[str] | None,
@@ -37,7 +38,9 @@ def finetune(
         print(list_options(), end="")
         return
     if config is None:
-        raise typer.BadParameter("expected a YAML or JSON file; see configs/recipes, or --options", param_hint="CONFIG")
+        raise typer.BadParameter(
+            "expected a YAML or JSON file, or a recipe's name, such as quickstart; see --options", param_hint="CONFIG"
+        )
     settings = read_config(config, changes or ())
 
     # Imported here: a mistake in the config is told at once.

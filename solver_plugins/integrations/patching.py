@@ -15,12 +15,12 @@ import hashlib
 import os
 import re
 import shutil
-import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from solver_plugins.errors import SolverPluginsError
+from solver_plugins.shipped import shipped_folders
 
 FIELDS = ("Package", "Versions", "Target", "Target-SHA256", "Patched-SHA256")
 _HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@")
@@ -80,10 +80,7 @@ def patch_folder() -> Path:
     Raises:
         PatchError: If there is none.
     """
-    places = [
-        Path(__file__).parents[2] / "patches",
-        Path(sysconfig.get_path("data")) / "share" / "solver_plugins" / "patches",
-    ]
+    places = shipped_folders("patches")
     for place in places:
         if any(place.glob("*.patch")):
             return place

@@ -7,7 +7,6 @@ scales:
   paper: {...}     # the paper's own sizes and schedules
 """
 
-import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import yaml
 
 from solver_plugins.config import load_yaml
 from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.shipped import shipped_file, shipped_folders
 from solver_plugins.studies.base import StudyConfig
 from solver_plugins.studies.registry import STUDIES
 from solver_plugins.train.config import apply_change
@@ -42,17 +42,14 @@ def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = 
 
 
 def _settings_file(name: str) -> Path:
-    places = [
-        Path(__file__).parents[2] / "configs" / "studies",
-        Path(sysconfig.get_path("data")) / "share" / "solver_plugins" / "studies",
-    ]
-    for place in places:
-        if (place / f"{name}.yaml").is_file():
-            return place / f"{name}.yaml"
-    raise OptionError(
-        f"Expected {name}.yaml in {' or '.join(map(str, places))}; found none. Install solver_plugins again; a study "
-        "of another package says where its file is by its attribute 'settings'."
-    )
+    found = shipped_file("studies", f"{name}.yaml")
+    if found is None:
+        places = " or ".join(map(str, shipped_folders("studies")))
+        raise OptionError(
+            f"Expected {name}.yaml in {places}; found none. Install solver_plugins again; a study of another package "
+            "says where its file is by its attribute 'settings'."
+        )
+    return found
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,8 +10,9 @@ from pydantic import Field
 
 from solver_plugins.config import StrictConfig, load_json, load_yaml
 from solver_plugins.equilibrium.head import HeadConfig
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.integrations.models import read_value
+from solver_plugins.shipped import shipped_file, shipped_names
 
 Names = str | list[str]
 
@@ -265,13 +266,20 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
 
     A key may lead into sections, ``optimizer.lr=1e-4``; a value is read as YAML.
 
+    Args:
+        path: The file, or the name of a recipe that comes with the package ("quickstart").
+        overrides: The changes.
+
     Raises:
         OptionError: If the file cannot be read, or an option is unknown or does not fit.
     """
-    path = Path(path)
+    path = _recipe(str(path)) or Path(path)
     readers = {".json": load_json, ".yaml": load_yaml, ".yml": load_yaml}
     if path.suffix.lower() not in readers:
-        raise OptionError(f"Expected a config file ending in {', '.join(readers)}; found {path.name!r}.")
+        raise OptionError(
+            f"Expected a config file ending in {', '.join(readers)}, or the name of a recipe; found {path.name!r}."
+            + did_you_mean(path.name, shipped_names("recipes", ".yaml"))
+        )
     try:
         options = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -283,6 +291,11 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
     for text in overrides:
         apply_change(options, text)
     return FinetuneConfig.parse(options, owner=f"The config {path.name!r}")
+
+
+def _recipe(name: str) -> Path | None:
+    """Returns the file of a recipe of the package, for a name without folder and ending, which no config file has."""
+    return shipped_file("recipes", f"{name}.yaml") if Path(name).name == name and not Path(name).suffix else None
 
 
 def apply_change(options: dict[str, Any], text: str) -> None:
