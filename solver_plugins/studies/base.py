@@ -26,6 +26,11 @@ class StudyConfig(StrictConfig):
         [0], min_length=1, description="One repetition for each; arms share data and first weights."
     )
 
+    note: str = Field(
+        "",
+        description="What readers of the report should know: how settings were chosen, which images were seen before.",
+    )
+
     @pydantic.field_validator("seeds")
     @classmethod
     def _distinct(cls, seeds: list[int]) -> list[int]:

@@ -16,10 +16,11 @@ from torch.nn import functional
 
 from solver_plugins.dropblock import GlobalMinimum, GridBlocks, drop_block_1d, global_minimum, theta_bar_of
 from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.errors import OptionError
+from solver_plugins.studies.backbones import build_backbone, prepared
 from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
 from solver_plugins.studies.images import ImageData, Images
 from solver_plugins.studies.registry import register_study
+from solver_plugins.train.config import ModelSection
 
 SAMPLED, DETERMINISTIC = "sampled", "deterministic"
 
@@ -29,8 +30,9 @@ class DeepConfig(StudyConfig):
 
     data: ImageData = ImageData()
     image_size: int | None = Field(None, ge=1, description="Images are resized to this side; null for as they are.")
-    model: str = Field("resnet50", description="A model of timm; its last layer is replaced.")
-    model_args: dict[str, Any] = Field({}, description="Arguments of timm.create_model.")
+    model: ModelSection = Field(
+        ModelSection(spec="timm/resnet50"), description="A model of timm, as in finetune recipes; its last layer goes."
+    )
     width: int = Field(80, ge=1, description="Features before the last layer.")
     theta: float = Field(0.5, gt=0, lt=1, description="Retain probability at this width.")
     block_size: int = Field(5, ge=1, description="r.")
@@ -78,19 +80,8 @@ class DropBlockFig2(Study[DeepConfig]):
         self._make()
 
     def _make(self) -> LastLayers:
-        import timm
-
-        config = self.config
-        try:
-            backbone: Any = timm.create_model(
-                config.model, **{"num_classes": 0, "in_chans": self._images.shape[0], **config.model_args}
-            )
-            features = int(backbone.num_features)
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            raise OptionError(
-                f"timm cannot make {config.model!r} with {config.model_args}: {type(error).__name__}: {error}"
-            ) from error
-        return LastLayers(backbone, features, config.width, self._images.classes)
+        backbone: Any = build_backbone(self.config.model, self._images, classes=0)
+        return LastLayers(backbone, int(backbone.num_features), self.config.width, self._images.classes)
 
     def cells(self) -> list[Cell]:
         return [Cell(arm, seed) for seed in self.config.seeds for arm in self.config.arms]
@@ -104,11 +95,10 @@ class DropBlockFig2(Study[DeepConfig]):
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config = self.config
         targets, minimum = self._targets()
-        images = self._images.train.images
-        if config.image_size is not None:
-            images = functional.interpolate(images, (config.image_size,) * 2, mode="bilinear", antialias=True)
-        images, targets = ((images - images.mean()) / images.std()).to(context.device), targets.to(context.device)
         model = self._make().to(context.device).train()
+        resized = self._images.train.resized(config.image_size)
+        images = prepared(config.model, model.backbone, resized, resized, context.device).images
+        targets = targets.to(context.device)
         optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
         scheme = GridBlocks(config.theta, config.block_size)
         at: list[int] = []
@@ -165,7 +155,7 @@ class DropBlockFig2(Study[DeepConfig]):
         config = self.config
         return [
             Table(
-                f"{config.model} with {config.width} last features on {len(self._images.train)} images of "
+                f"{config.model.spec} with {config.width} last features on {len(self._images.train)} images of "
                 f"{config.data.name!r}, theta {config.theta:g}, blocks of {config.block_size}",
                 ("training", "closed form", "objective at the end", "gap", "singular values", "time"),
                 rows,

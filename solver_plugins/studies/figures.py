@@ -8,6 +8,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from solver_plugins.studies.base import Results
+from solver_plugins.studies.fitting import mean
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
 """Okabe and Ito's, those that show on white first."""
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
@@ -57,3 +60,18 @@ def save_figure(figure: Figure, path: Path) -> None:
 def nan_for_none(values: list[float | None]) -> list[float]:
     """Returns what a line can be drawn through: gaps where there is no number."""
     return [math.nan if value is None else value for value in values]
+
+
+def compared(results: Results, arms: tuple[str, ...], wanted: tuple[tuple[str, str], ...]) -> Figure:
+    """Returns a panel for each pair of a value and its label: every seed of every arm, and the arm's mean."""
+    figure, axes = new_figure(1, len(wanted), width=3.2)
+    for panel, (key, label) in zip(axes[0], wanted, strict=True):
+        for place, arm in enumerate(arms):
+            values = results.of(arm=arm).each(key)
+            panel.plot([place] * len(values), nan_for_none(values), "o", color=COLOURS[place], alpha=0.6)
+            middle = nan_for_none([mean(values)] * 2)
+            panel.plot([place - 0.2, place + 0.2], middle, color=COLOURS[place], linewidth=2)
+        panel.set_xticks(range(len(arms)), arms)
+        panel.set_xlim(-0.5, len(arms) - 0.5)
+        panel.set_ylabel(label, fontsize=9)
+    return figure

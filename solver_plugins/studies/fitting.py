@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import DivergenceError
-from solver_plugins.studies.images import Part
+from solver_plugins.studies.images import Part, scaled
 from solver_plugins.train.randomness import seed_for
 
 
@@ -52,6 +52,7 @@ def fit(
     seed: int,
     epochs: Iterable[int],
     *,
+    extra: Callable[[], Tensor] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Fitted:
     """Trains the parameters that want a gradient, until the end or until a loss is not finite.
@@ -62,6 +63,7 @@ def fit(
         settings: The schedule.
         seed: Of the order of the images.
         epochs: Counts from 0 to ``settings.epochs - 1``, perhaps with a progress bar.
+        extra: What is added to the loss of each step, once the model has run.
         after: Called after each step.
     """
     parameters = [one for one in model.parameters() if one.requires_grad]
@@ -78,6 +80,8 @@ def fit(
                 group["lr"] = rate
             try:
                 value = functional.cross_entropy(model(train.images[rows]), train.labels[rows])
+                if extra is not None:
+                    value = value + extra()
             except DivergenceError:
                 return Fitted(None, time.process_time() - start, steps)
             loss = float(value.detach())
@@ -105,11 +109,8 @@ def _rate(settings: Fitting, epoch: int, part: float) -> float:
 
 
 def normalised(part: Part, known: Part, device: torch.device, size: int | None = None) -> Part:
-    """Returns a split with the mean and spread of a known one, in another size if one is given."""
-    images: Tensor = (part.images - known.images.mean()) / known.images.std()
-    if size is not None:
-        images = functional.interpolate(images, (size, size), mode="bilinear", antialias=True)
-    return Part(images, part.labels).to(device)
+    """Returns a split less the mean of a known one, over its spread, in another size if one is given."""
+    return scaled(part, known.images.mean(), known.images.std(), device, size)
 
 
 def spread(values: list[float | None], form: str) -> str:

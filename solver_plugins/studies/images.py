@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from pydantic import Field
 from torch import Tensor
+from torch.nn import functional
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.train.config import DataSection
@@ -51,6 +52,13 @@ class Part:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def resized(self, size: int | None) -> "Part":
+        """Returns the split with square images of this side; None for as they are."""
+        if size is None:
+            return self
+        images = functional.interpolate(self.images, (size, size), mode="bilinear", antialias=True)
+        return Part(images, self.labels)
+
     def to(self, device: torch.device) -> "Part":
         """Returns the split on a device."""
         return Part(self.images.to(device), self.labels.to(device))
@@ -88,3 +96,8 @@ def _part(found: Any, splits: Splits, mode: str, name: str) -> Part:
     numbers = {text: number for number, text in enumerate(splits.classes)}
     labels = [numbers[label] if isinstance(label, str) else int(label) for label in found[splits.label]]
     return Part(pixels.contiguous().float() / 255, torch.tensor(labels))
+
+
+def scaled(part: Part, mean: Tensor, std: Tensor, device: torch.device, size: int | None = None) -> Part:
+    """Returns a split less this mean, over this spread, in another size if one is given."""
+    return Part((part.images - mean) / std, part.labels).resized(size).to(device)

@@ -137,9 +137,10 @@ class OptEqAlpha(Study[AlphaConfig]):
                 ("alpha", *(f"{alpha:g}" for alpha in config.alphas)),
                 rows,
                 f"Mean ± standard deviation over seeds {config.seeds}, on {len(self._images.validation)} images of "
-                f"{config.data.validation!r}, looked at once. Iterations: after training, to a relative residual of "
-                f"{config.tol:g}, at most {config.limit}, mean of {min(config.solved, len(self._images.validation))} "
-                "images. Paper: CIFAR-10, 199k parameters, 200 epochs, unrolled.",
+                f"{config.data.validation!r}, after the last epoch. Iterations: of the trained network, to a relative "
+                f"residual of {config.tol:g}, at most {config.limit}, mean of "
+                f"{min(config.solved, len(self._images.validation))} images. Paper: CIFAR-10, 199k parameters, "
+                "200 epochs, unrolled.",
             )
         ]
 

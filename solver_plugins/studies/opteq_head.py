@@ -11,12 +11,14 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import HeadConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.heads import attach_opteq_head
+from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
 from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.fitting import Fitting, fit, mean, normalised, spread
+from solver_plugins.studies.fitting import Fitting, fit, mean, spread
 from solver_plugins.studies.images import ImageData, Images, Part
 from solver_plugins.studies.networks import evaluate
 from solver_plugins.studies.opteq_network import parameters_of
 from solver_plugins.studies.registry import register_study
+from solver_plugins.train.config import ModelSection
 from solver_plugins.train.randomness import seeded
 
 LINEAR, MLP, OPTEQ = "linear", "mlp", "opteq"
@@ -26,8 +28,9 @@ ARMS = (LINEAR, MLP, OPTEQ)
 class Backbone(StrictConfig):
     """The network whose features the heads read."""
 
-    model: str = Field("test_resnet", description="A model of timm.")
-    model_args: dict[str, Any] = Field({}, description="Arguments of timm.create_model, such as pretrained: true.")
+    model: ModelSection = Field(
+        ModelSection(spec="timm/test_resnet"), description="A model of timm and its weights, as in finetune recipes."
+    )
     train: str | None = Field(
         None, description="The split of the data that it is trained on first, with a linear head; null for none."
     )
@@ -67,20 +70,7 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
         if config.backbone.train is not None:
             self._first = config.data.model_copy(update={"train": config.backbone.train}).load().train
         # Made once, so that what does not fit is told before anything is written.
-        self._put(self._new(), OPTEQ)
-
-    def _new(self) -> nn.Module:
-        import timm
-
-        wanted = self.config.backbone
-        fixed = {"num_classes": self._images.classes, "in_chans": self._images.shape[0]}
-        try:
-            made: nn.Module = timm.create_model(wanted.model, **{**fixed, **wanted.model_args})
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-            raise OptionError(
-                f"timm cannot make {wanted.model!r} with {wanted.model_args}: {type(error).__name__}: {error}"
-            ) from error
-        return made
+        self._put(build_backbone(config.backbone.model, self._images), OPTEQ)
 
     def _put(self, model: nn.Module, arm: str) -> nn.Module:
         """Gives a model a new head, and returns the head."""
@@ -105,9 +95,9 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
         if seed not in self._backbones:
             wanted = self.config.backbone
             with seeded(self.name, "backbone", seed):
-                model = self._new().to(context.device)
+                model = build_backbone(wanted.model, self._images).to(context.device)
                 if self._first is not None:
-                    first = self._ready(self._first, context)
+                    first = self._ready(model, self._first, context)
                     done = fit(model, first, wanted.fitting, seed, context.steps(wanted.fitting.epochs))
                     if done.loss is None:
                         raise OptionError(
@@ -120,7 +110,7 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config = self.config
         model = self._backbone(cell.seed, context)
-        train, test = (self._ready(part, context) for part in (self._images.train, self._images.validation))
+        train, test = (self._ready(model, part, context) for part in (self._images.train, self._images.validation))
         with seeded(self.name, "head", cell.seed):
             head = self._put(model, cell.arm).to(context.device)
             trained = model
@@ -136,8 +126,9 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
             "training_cpu_seconds": done.cpu_seconds,
         }
 
-    def _ready(self, part: Part, context: Context) -> Part:
-        return normalised(part, self._images.train, context.device, self.config.image_size)
+    def _ready(self, model: nn.Module, part: Part, context: Context) -> Part:
+        config = self.config
+        return prepared(config.backbone.model, model, part, self._images.train, context.device, config.image_size)
 
     def tables(self, results: Results) -> list[Table]:
         config = self.config
@@ -153,11 +144,12 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
             for arm, found in ((arm, results.of(arm=arm)) for arm in ARMS)
         ]
         wanted = config.backbone
-        source = "" if self._first is None else f", trained on {len(self._first)} images of {wanted.train!r}"
+        source = ", pretrained" if is_pretrained(wanted.model) else ""
+        source += "" if self._first is None else f", trained on {len(self._first)} images of {wanted.train!r}"
         what = "frozen features" if wanted.frozen else "the whole network is trained"
         return [
             Table(
-                f"Heads on {wanted.model}{source}; {what}; {len(self._images.train)} images of "
+                f"Heads on {wanted.model.spec}{source}; {what}; {len(self._images.train)} images of "
                 f"{config.data.train!r} of {config.data.name!r}, {config.fitting.epochs} epochs",
                 (
                     "head",
@@ -168,8 +160,8 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
                     "training (CPU s)",
                 ),
                 rows,
-                f"Mean ± standard deviation over seeds {config.seeds} (of backbone, head and order), on "
-                f"{len(self._images.validation)} images of {config.data.validation!r}, looked at once.",
+                f"Mean ± standard deviation over seeds {config.seeds} (of random first weights and of the order), on "
+                f"{len(self._images.validation)} images of {config.data.validation!r}, after the last epoch.",
             )
         ]
 
@@ -181,20 +173,10 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
         }
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, nan_for_none, new_figure
+        from solver_plugins.studies.figures import compared
 
-        figure, axes = new_figure(1, 3, width=3.2)
         wanted = (("accuracy", "accuracy (%)"), ("loss", "loss"), ("training_cpu_seconds", "training (CPU s)"))
-        for panel, (key, label) in zip(axes[0], wanted, strict=True):
-            for place, arm in enumerate(ARMS):
-                values = results.of(arm=arm).each(key)
-                panel.plot([place] * len(values), nan_for_none(values), "o", color=COLOURS[place], alpha=0.6)
-                middle = nan_for_none([mean(values)] * 2)
-                panel.plot([place - 0.2, place + 0.2], middle, color=COLOURS[place], linewidth=2)
-            panel.set_xticks(range(len(ARMS)), ARMS)
-            panel.set_xlim(-0.5, len(ARMS) - 0.5)
-            panel.set_ylabel(label, fontsize=9)
-        return figure
+        return compared(results, ARMS, wanted)
 
 
 @torch.no_grad()

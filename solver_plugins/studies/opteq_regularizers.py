@@ -172,7 +172,7 @@ class OptEqRegularizers(Study[RegularizersConfig]):
             f"{len(self._images.train)} images of {config.data.name!r}, hidden channels "
             f"{'-'.join(map(str, config.network.hidden))}, {results[0].values['parameters']} parameters, K = "
             f"{config.network.iters}, {config.fitting.epochs} epochs, seeds {config.seeds}, "
-            f"{len(self._images.validation)} images of {config.data.validation!r}, looked at once"
+            f"{len(self._images.validation)} images of {config.data.validation!r}, after the last epoch"
         )
         tables = [
             Table(

@@ -24,7 +24,7 @@ SCALES = ("smoke", "short", "paper")
 
 
 def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = ()) -> StudyConfig:
-    """Returns the settings of a study at a scale, changed by ``key=value`` texts.
+    """Returns the settings of a study at a scale, changed by ``key=value`` texts; a note tells of the changes, too.
 
     Raises:
         UnknownNameError: If there is no such study.
@@ -36,8 +36,12 @@ def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = 
     path = study.settings or _settings_file(name)
     parts = _read(path)
     options = _merged(parts["common"], parts["scales"][scale])
+    written = options.get("note")
     for text in changes:
         apply_change(options, text)
+    if changes and written and options["note"] == written:
+        # The note is about the settings of the file, and these are others.
+        options["note"] = f"{written} Changed for this run: {', '.join(changes)}."
     return study.Config.parse(options, owner=f"The study {name!r} at scale {scale!r}")
 
 

@@ -35,7 +35,7 @@ def build_model(config: FinetuneConfig, splits: Splits) -> nn.Module:
         )
     args = {key: value for key, value in section.args.items() if key not in ("num_classes", "num_labels")}
     if section.spec.startswith("timm/"):
-        model = _timm(section, args, classes)
+        model = build_timm(section, args, classes)
     elif section.spec.startswith("hf/"):
         model = _transformers(section, args, splits)
     else:
@@ -45,7 +45,8 @@ def build_model(config: FinetuneConfig, splits: Splits) -> nn.Module:
     return model.to(DTYPES[section.dtype])
 
 
-def _timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.Module:
+def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.Module:
+    """Builds a model of timm for so many classes, whatever its own weights are for; raises as :func:`build_model`."""
     if section.weights is None:
         return load_model(section.spec, section.pretrained, num_classes=classes, **args)
     state = read_weights(section.weights)

@@ -7,6 +7,7 @@ import torch
 
 from solver_plugins.dropblock import BlockSizeError, GridBlocks, deterministic_objective
 from solver_plugins.errors import OptionError
+from solver_plugins.integrations.models import ModelError
 from solver_plugins.studies import read_study_config, run_study
 from solver_plugins.studies.dropblock_fig3 import ratio, shaped
 from solver_plugins.studies.dropblock_fig4 import GRID, MATCHED, PRINTED, UNMATCHED, scheme_of
@@ -136,15 +137,15 @@ def test_fig_2_starts_above_its_bound_and_descends(tmp_path):
 
 
 def test_fig_2_models_that_timm_does_not_have(tmp_path):
-    config = read_study_config("dropblock-fig2", "smoke", ["model=resnet5000"])
-    with pytest.raises(OptionError, match="timm cannot make 'resnet5000'"):
+    config = read_study_config("dropblock-fig2", "smoke", ["model.spec=timm/resnet5000"])
+    with pytest.raises(ModelError, match="timm has no model 'resnet5000'"):
         run_study("dropblock-fig2", config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 
 def test_regularizer_arms_start_from_the_same_weights(tmp_path):
     """Without dropping anything (theta near one) all three arms take the same steps."""
-    changes = ["theta=0.9999999", "data.train=train[:32]", "epochs=2"]
+    changes = ["theta=0.9999999", "data.train=train[:32]", "fitting.epochs=2"]
     metrics = run_study(
         "dropblock-regularizer", read_study_config("dropblock-regularizer", "smoke", changes), tmp_path
     ).metrics

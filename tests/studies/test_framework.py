@@ -55,6 +55,23 @@ def test_a_run_leaves_metrics_table_and_figure(tmp_path):
     assert len(list((tmp_path / "run" / "cells").iterdir())) == 4
 
 
+def test_the_settings_speak_for_themselves(tmp_path):
+    """What nobody but their author knows: which images were seen when the settings were chosen."""
+    run_study("toy", config(note="Chosen on other images."), tmp_path / "run")
+    assert "\nOf the settings: Chosen on other images.\n" in (tmp_path / "run" / "table.md").read_text()
+    run_study("toy", config(), tmp_path / "other")
+    assert "Of the settings" not in (tmp_path / "other" / "table.md").read_text()
+
+
+def test_a_note_tells_of_changes():
+    written = read_study_config("opteq-alpha", "short").note
+    assert "looked at in both runs" in written
+    changed = read_study_config("opteq-alpha", "short", ["seeds=[5]", "tol=0.1"]).note
+    assert changed == f"{written} Changed for this run: seeds=[5], tol=0.1."
+    assert read_study_config("opteq-alpha", "short", ["seeds=[5]", "note=mine"]).note == "mine"
+    assert read_study_config("opteq-alpha", "smoke", ["seeds=[5]"]).note == ""
+
+
 def test_global_randomness_is_left_alone(tmp_path):
     import torch
 
@@ -165,7 +182,7 @@ def test_scales_and_changes():
     assert read_study_config("toy", "smoke").seeds == [0]
     assert read_study_config("toy", "paper").seeds == [0, 1, 2]
     assert read_study_config("toy", "short", ["seeds=[5]", "value=1e-3"]).options() == {
-        "seeds": [5], "rates": [1.0, 2.0], "fail_at": None, "value": 1e-3
+        "seeds": [5], "note": "", "rates": [1.0, 2.0], "fail_at": None, "value": 1e-3
     }  # fmt: skip
 
 

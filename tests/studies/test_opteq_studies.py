@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from solver_plugins.equilibrium import DeepOptEq, OptEqHead, OptEqLayer
 from solver_plugins.errors import OptionError, UnknownNameError
+from solver_plugins.integrations.models import ModelError
 from solver_plugins.studies import Cell, Context, read_study_config
 from solver_plugins.studies.fitting import Fitting, fit, mean, normalised, spread
 from solver_plugins.studies.images import ImageData, Images, Part
@@ -56,6 +57,18 @@ def test_the_papers_schedule_decays_in_steps():
         expected = (expected - rate * grad).detach().requires_grad_()
     fit(model, part, settings, 0, range(2))
     assert torch.allclose(model.weight, expected, atol=1e-6)
+
+
+def test_what_is_added_to_the_loss_is_descended_on():
+    """One step of size one: the difference is the gradient of what was added."""
+    plain, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    other.load_state_dict(plain.state_dict())
+    settings = Fitting(lr=1.0, momentum=0.0, weight_decay=0.0, decay_epochs=1, batch_size=12, epochs=1)
+    start = plain.weight.detach().clone()
+    first = fit(plain, data(), settings, 0, range(1))
+    second = fit(other, data(), settings, 0, range(1), extra=lambda: 0.1 * other.weight.square().sum())
+    assert torch.allclose(plain.weight - other.weight, 0.2 * start, atol=1e-6)
+    assert second.loss == pytest.approx(first.loss + 0.1 * float(start.square().sum()))
 
 
 def test_training_that_diverges_is_told():
@@ -220,6 +233,6 @@ def test_wrong_settings_are_refused(name, change, error, text):
 
 
 def test_an_unknown_backbone_is_told_before_anything_is_written():
-    study = OptEqHeadStudy(read_study_config("opteq-head", "smoke", ["backbone.model=resnet_of_nobody"]))
-    with pytest.raises(OptionError, match="resnet_of_nobody"):
+    study = OptEqHeadStudy(read_study_config("opteq-head", "smoke", ["backbone.model.spec=timm/resnet_of_nobody"]))
+    with pytest.raises(ModelError, match="resnet_of_nobody"):
         study.prepare()

