@@ -31,6 +31,10 @@ class ModelSection(StrictConfig):
     def _one_source(self) -> Self:
         if self.in_order and self.weights is None:
             raise ValueError("model.in_order is about the file model.weights, which is not given")
+        if self.in_order and str(self.weights).endswith(".safetensors"):
+            raise ValueError(
+                "model.in_order needs a torch state dict, which keeps its order; a .safetensors file sorts its tensors"
+            )
         if self.pretrained and self.weights is not None:
             raise ValueError("expected model.pretrained or model.weights; found both")
         return self

@@ -48,6 +48,7 @@ def test_written_config_reads_back(tmp_path):
         (["mixup.mixup=0.1", "batch_size=9"], "even batch_size"),
         (["solver=null", "calibrate.batches=2"], "there is no solver"),
         (["model.in_order=true"], "model.weights"),
+        (["model.in_order=true", "model.weights=model.safetensors"], "sorts its tensors"),
         (["model.pretrained=true", "model.weights=f"], "found both"),
         (["precision=fp8"], "'no', 'bf16' or 'fp16'"),
     ],
