@@ -128,8 +128,8 @@ class Tally:
         for record in self.records:
             assert record.x is not None
             with autocast_off(record.x.device):
-                x = self.shape.prepare(record.x, working_dtype(record.x.dtype))
-                part = Gram(gram(self.shape, x), self.shape.column_sums(x))
+                x, margins = self.shape.without_zeros(record.x, working_dtype(record.x.dtype))
+                part = Gram(gram(self.shape, x, margins), self.shape.column_sums(x, margins))
             if self.gram is None:
                 self.gram = part
             else:

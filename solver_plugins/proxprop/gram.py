@@ -1,98 +1,256 @@
 """Gram matrices ``X^T X`` of a layer's rows, in bounded memory.
 
-For a convolution the entries of ``X^T X`` repeat: rows ``p`` and taps ``i, j`` meet in ``x[p + i] x[p + j]``, which
-depends on ``p + i`` and ``j - i`` only. Cutting windows along all axes but the first gives matrices ``U_q``, one per
-line ``q`` of the input, and (stride 1, dilation ``e``)
+The windows of a convolution overlap, so the entries of ``X^T X`` repeat. Along one axis (stride 1, ``k`` taps), with
+``x_q`` for what lies at place ``q`` of the padded input, the block of taps ``i`` and ``j`` is
 
-    block (i, j = i + h) of X^T X  =  sum_{q = e i}^{e i + out - 1} U_q^T U_{q + e h}
+    S(i, j)          =  sum_{q < out} x_{i + q} x_{j + q}^T
+    S(i + 1, j + 1)  =  S(i, j) + x_{i + out} x_{j + out}^T - x_i x_j^T
 
-All blocks of one ``h`` share the lines ``e (k - 1 - h) <= q < out``: those are summed once, and only the few lines at
-the borders are added per block. That is ``k`` products where im2col has ``k^2``.
+Only the first row and column of blocks are sums over all places; every other block differs from its neighbour by one
+place at either border. Two axes, called lines and columns, are treated like this, one inside of the other. Since ``S``
+is symmetric, that makes ``k (2 k - 1)`` products of the channels where im2col has ``k^4``. Padding with zeros is never
+multiplied, and an input is laid out such that the factors of a product are slices of it: nothing is copied per tap.
+
+Windows with gaps (dilation ``e``) see every ``e``-th place only: ``e`` inputs, one between the other, without gaps.
 """
 
+import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from solver_plugins.proxprop.products import add_product, multiply
-from solver_plugins.proxprop.rows import PIECE_BYTES, Rows
+from solver_plugins.proxprop.products import add_product
+from solver_plugins.proxprop.rows import PIECE_BYTES, Margins, Rows, surround
 
 
-def gram(rows: Rows, x: Tensor) -> Tensor:
-    """Returns ``X^T X`` as ``[g, d, d]`` for a prepared input."""
-    geometry = rows.geometry
-    if geometry.dims and rows.taps[0] > 1 and geometry.stride[0] == 1:
-        reach = geometry.dilation[0] * (rows.taps[0] - 1)
-        if x.shape[2] - reach >= reach and x.shape[0]:
-            return _by_lines(rows, x)
+def gram(rows: Rows, x: Tensor, margins: Margins) -> Tensor:
+    """Returns ``X^T X`` as ``[g, d, d]`` for an input and the zeros that belong around it."""
     total = x.new_zeros(rows.groups, rows.columns, rows.columns)
-    for matrix in rows.matrices(x):
+    sliding = [axis for axis, taps in enumerate(rows.taps) if taps > 1 and rows.geometry.stride[axis] == 1]
+    if not x.shape[0]:
+        return total
+    if sliding:
+        _Overlap(rows, sliding[0] if len(sliding) > 1 else None, sliding[-1]).add(total, x, margins)
+        return total
+    for matrix in rows.matrices(surround(x, margins)):
         add_product(total, matrix.mT, matrix)
     return total
 
 
-def _by_lines(rows: Rows, x: Tensor) -> Tensor:
-    dims, k, e = rows.geometry.dims, rows.taps[0], rows.geometry.dilation[0]
-    channels, groups = rows.kernel_shape[1], rows.groups
-    rest = math.prod(rows.taps[1:])
-    width, lines = channels * rest, x.shape[2]
-    total = x.new_zeros(groups, k, width, k, width)
-    sample = rows.unfold(x[:1], first_axis=1)
-    places, taps = range(4, 3 + dims), range(3 + dims, 2 + 2 * dims)
-    for part in x.split(max(1, PIECE_BYTES // max(sample.numel() * x.element_size(), 1))):
-        # U: [g, channels * taps, lines, batch * places]: copied in long runs, and neighbouring lines are one slice.
-        u = rows.unfold(part, first_axis=1).reshape(part.shape[0], groups, channels, lines, *sample.shape[3:])
-        u = u.permute(1, 2, *taps, 3, 0, *places).reshape(groups, width, lines, -1)
-        for h in range(k):
-            _add_blocks(total, u, h, k, e, _zero_lines(rows))
-    for i in range(k):
-        for j in range(i):
-            total[:, i, :, j] = total[:, j, :, i].mT
-    # Columns are (tap, channel, other taps) here, (channel, tap, other taps) in a weight.
-    total = total.reshape(groups, k, channels, rest, k, channels, rest).permute(0, 2, 1, 3, 5, 4, 6)
-    return total.reshape(groups, rows.columns, rows.columns)
+@dataclass(frozen=True)
+class _Border:
+    """What a window gains (sign 1) or loses (-1) by moving on: ``x_{i + out}`` or ``x_i``, where that is not padding.
+
+    Attributes:
+        tap: The first such ``i``.
+        places: The places, counted from the first that is not padding.
+        sign: The sign.
+    """
+
+    tap: int
+    places: slice
+    sign: int
+
+    @property
+    def size(self) -> int:
+        """How many places."""
+        return self.places.stop - self.places.start
 
 
-def _zero_lines(rows: Rows) -> tuple[int, int]:
-    """Returns how many lines in front and behind are known to be padding with zeros."""
-    padding = rows.geometry.padding
-    if padding == "same_dynamic" or rows.geometry.padding_mode != "zeros":
-        return 0, 0
-    return padding[0]
+@dataclass(frozen=True)
+class _Axis:
+    """An axis along which windows without gaps move by one place.
+
+    Attributes:
+        taps: ``k``.
+        out: How many windows there are.
+        first: The first place that is not padding with zeros.
+        last: The place after the last such one.
+    """
+
+    taps: int
+    out: int
+    first: int
+    last: int
+
+    def shifts(self, symmetric: bool) -> Iterator[tuple[slice, slice]]:
+        """Yields the places for ``S(0, 0), ..., S(0, k - 1)``, and ``S(1, 0), ..., S(k - 1, 0)`` if they are needed."""
+        for shift in range(self.taps):
+            yield self._places(0, shift), self._places(shift, 0)
+        for shift in range(1, 1 if symmetric else self.taps):
+            yield self._places(shift, 0), self._places(0, shift)
+
+    def _places(self, start: int, other: int) -> slice:
+        """Returns ``out`` places from ``start`` on, without those that are padding there or from ``other`` on."""
+        low = max(0, self.first - min(start, other))
+        high = min(self.out, self.last - max(start, other))
+        return slice(start + low - self.first, start + max(low, high) - self.first)
+
+    def borders(self) -> list[_Border]:
+        """Returns those that are not all padding."""
+        found = []
+        for start, sign in ((self.out, 1), (0, -1)):
+            low, high = max(start, self.first), min(start + self.taps - 1, self.last)
+            if low < high:
+                found.append(_Border(low - start, slice(low - self.first, high - self.first), sign))
+        return found
 
 
-def _add_blocks(total: Tensor, u: Tensor, h: int, k: int, e: int, zeros: tuple[int, int]) -> None:
-    """Adds the blocks ``(i, i + h)`` of one piece."""
-    lines = u.shape[2]
-    out = lines - e * (k - 1)
-    low, high = zeros[0], lines - zeros[1] - e * h
+class _Sums:
+    """Sums of products of some lines with others, for every two taps along the columns."""
 
-    def product(first: int, last: int) -> Tensor | None:
-        first, last = max(first, low), min(last, high)
-        if first >= last:
-            return None
-        near, far = u[:, :, first:last].flatten(2), u[:, :, first + e * h : last + e * h].flatten(2)
-        return multiply(near, far.mT)
+    def __init__(self, like: Tensor, columns: _Axis, near: int, far: int, symmetric: bool):
+        groups, width = like.shape[0], like.shape[2]
+        self.columns, self.near, self.far, self.width, self.symmetric = columns, near, far, width, symmetric
+        count = columns.taps if symmetric else 2 * columns.taps - 1
+        self.shifts = like.new_zeros(count, groups, near * width, far * width)
+        sizes = [border.size * width for border in columns.borders()]
+        self.borders = [like.new_zeros(groups, near * size, far * size) for size in sizes]
 
-    moves = k - 1 - h
-    shared = product(e * moves, out)
-    for i in range(moves + 1):
-        _add(total[:, i, :, i + h], shared)
-    # Block i has the lines [e i, e moves) in front of the shared ones, and [out, out + e i) behind them.
-    before = after = None
-    for i in range(1, moves + 1):
-        before = _sum(before, product(e * (moves - i), e * (moves - i + 1)))
-        after = _sum(after, product(out + e * (i - 1), out + e * i))
-        _add(total[:, moves - i, :, moves - i + h], before)
-        _add(total[:, i, :, i + h], after)
+    def add(self, z: Tensor, strips: list[Tensor], near: slice, far: slice) -> None:
+        """Adds the products of two sets of lines of ``z``, which has these ``strips`` at its borders."""
+        run = z.shape[-1] // (self.columns.last - self.columns.first)
+        left, right = z[:, near].flatten(1, 2), z[:, far].flatten(1, 2)
+        for total, (here, there) in zip(self.shifts, self.columns.shifts(self.symmetric), strict=True):
+            a, b = left[..., here.start * run : here.stop * run], right[..., there.start * run : there.stop * run]
+            add_product(total[:, : a.shape[1], : b.shape[1]], a, b.mT)
+        for total, strip in zip(self.borders, strips, strict=True):
+            a, b = strip[:, near].flatten(1, 3), strip[:, far].flatten(1, 3)
+            add_product(total[:, : a.shape[1], : b.shape[1]], a, b.mT)
+
+    def blocks(self) -> Tensor:
+        """Returns the sums as ``[k, k, g, near, width, far, width]``."""
+        k, (groups, width) = self.columns.taps, (self.shifts.shape[1], self.width)
+        blocks = self.shifts.new_zeros(k, k, groups, self.near, width, self.far, width)
+        shifts = self.shifts.view(-1, *blocks.shape[2:])
+        blocks[0] = shifts[:k]
+        blocks[1:, 0] = shifts[1:].permute(0, 1, 4, 5, 2, 3) if self.symmetric else shifts[k:]
+        for border, total in zip(self.columns.borders(), self.borders, strict=True):
+            change = total.view(groups, self.near, width, border.size, self.far, width, border.size)
+            taps = slice(1 + border.tap, 1 + border.tap + border.size)
+            blocks[taps, taps].add_(change.permute(3, 6, 0, 1, 2, 4, 5), alpha=border.sign)
+        _add_along_diagonals(blocks)
+        return blocks
 
 
-def _add(block: Tensor, part: Tensor | None) -> None:
-    if part is not None:
-        block += part
+def _lines_at_once(width: int, lines: int) -> int:
+    """Returns how many lines to multiply at a time.
+
+    Products of few numbers are slow, and those of many contain pairs of lines that no window holds. A power of two,
+    because libraries are fast at such sizes.
+    """
+    return 2 ** int(math.log2(max(1, min(lines, math.sqrt(200 / width)))))
 
 
-def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    return left + right
+def _samples_last(x: Tensor) -> Tensor:
+    """Returns the same tensor, with samples side by side in memory if torch's fast transposition does that."""
+    if x.shape[0] < 60 or not x.is_contiguous():
+        return x
+    return x.flatten(1).t().contiguous().t().unflatten(1, x.shape[1:])
+
+
+def _add_along_diagonals(blocks: Tensor) -> None:
+    """Turns differences ``S(i + 1, j + 1) - S(i, j)`` into ``S(i + 1, j + 1)``."""
+    for i in range(1, blocks.shape[0]):
+        blocks[i, 1:] += blocks[i - 1, :-1]
+
+
+class _Overlap:
+    """The Gram matrix of a convolution whose windows overlap along ``line_axis`` (if not None) and ``column_axis``."""
+
+    def __init__(self, rows: Rows, line_axis: int | None, column_axis: int):
+        self.rows, self.line_axis, self.column_axis = rows, line_axis, column_axis
+        # Along these, windows are cut out.
+        self.others = [axis for axis in range(rows.geometry.dims) if axis not in (line_axis, column_axis)]
+
+    def add(self, total: Tensor, x: Tensor, margins: Margins) -> None:
+        """Adds the matrix of one input."""
+        x = surround(x, tuple(pair if axis in self.others else (0, 0) for axis, pair in enumerate(margins)))
+        # Phases that look the same are summed as one: there are few kinds, and many phases if gaps are wide.
+        kinds: dict[tuple[_Axis, _Axis], list[Iterator[Tensor]]] = {}
+        for line_phase, column_phase in itertools.product(self._phases(self.line_axis), self._phases(self.column_axis)):
+            lines, line_places = self._axis(self.line_axis, x, margins, line_phase)
+            columns, column_places = self._axis(self.column_axis, x, margins, column_phase)
+            if min(lines.out, columns.out, lines.last - lines.first, columns.last - columns.first) > 0:
+                kinds.setdefault((lines, columns), []).append(self._pieces(x, line_places, column_places))
+        for (lines, columns), pieces in kinds.items():
+            self._add_pieces(total, itertools.chain.from_iterable(pieces), lines, columns)
+
+    def _phases(self, axis: int | None) -> range:
+        return range(1 if axis is None else self.rows.geometry.dilation[axis])
+
+    def _axis(self, axis: int | None, x: Tensor, margins: Margins, phase: int) -> tuple[_Axis, slice]:
+        """Returns every ``dilation``-th place of an axis from ``phase`` on, and where these are in the input."""
+        if axis is None:
+            return _Axis(1, 1, 0, 1), slice(None)
+        taps, gap = self.rows.taps[axis], self.rows.geometry.dilation[axis]
+        size, (left, right) = x.shape[2 + axis], margins[axis]
+        out = left + size + right - gap * (taps - 1)
+        first, last = -((phase - left) // gap), -((phase - left - size) // gap)
+        return _Axis(taps, -((phase - out) // gap), first, last), slice(phase + gap * first - left, None, gap)
+
+    def _add_pieces(self, total: Tensor, pieces: Iterator[Tensor], lines: _Axis, columns: _Axis) -> None:
+        top: _Sums | None = None
+        edges: list[tuple[_Border, _Sums]] = []
+        stop = min(lines.out, lines.last) - lines.first
+        for z in pieces:
+            if top is None:
+                height = _lines_at_once(z.shape[2], stop)
+                top = _Sums(z, columns, height, height + lines.taps - 1, symmetric=lines.taps == 1)
+                edges = [(one, _Sums(z, columns, one.size, one.size, symmetric=True)) for one in lines.borders()]
+            places = z.unflatten(3, (columns.last - columns.first, -1))
+            strips = [places[:, :, :, border.places].contiguous() for border in columns.borders()]
+            for start in range(0, stop, top.near):
+                near, far = min(start + top.near, stop), min(start + top.far, z.shape[1])
+                top.add(z, strips, slice(start, near), slice(start, far))
+            for border, sums in edges:
+                sums.add(z, strips, border.places, border.places)
+        if top is not None:
+            self._assemble(total, top, edges)
+
+    def _pieces(self, x: Tensor, lines: slice, columns: slice) -> Iterator[Tensor]:
+        """Yields these lines and columns of a few samples at a time as ``[g, lines, width, columns * rest]``.
+
+        The width is channels and taps of the other axes, the rest samples and places along these. So neighbouring lines
+        are one matrix, and neighbouring columns a slice of it.
+        """
+        rows, others = self.rows, self.others
+        taps = range(3 + rows.geometry.dims, 3 + rows.geometry.dims + len(others))
+        growth = math.prod(rows.taps[axis] for axis in others)
+        for part in x.chunk(-(-x.numel() * growth * x.element_size() // PIECE_BYTES)):
+            windows = rows.unfold(_samples_last(part), others).unflatten(1, (rows.groups, rows.kernel_shape[1]))
+            windows = windows.unsqueeze(-1) if self.line_axis is None else windows
+            line_dim = windows.dim() - 1 if self.line_axis is None else 3 + self.line_axis
+            places = [3 + axis for axis in others]
+            windows = windows.permute(1, line_dim, 3 + self.column_axis, 2, *taps, 0, *places)[:, lines, columns]
+            # [g, lines, channels, *taps, columns, samples, *places]
+            windows = windows.movedim(2, 3 + len(others))
+            yield windows.reshape(*windows.shape[:2], math.prod(windows.shape[2 : 3 + len(others)]), -1)
+
+    def _assemble(self, total: Tensor, top: _Sums, edges: list[tuple[_Border, _Sums]]) -> None:
+        """Adds ``S`` of the lines: its first row is in ``top``, and what happens at the borders in ``edges``."""
+        rows, dims = self.rows, self.rows.geometry.dims
+        k = 1 if self.line_axis is None else rows.taps[self.line_axis]
+        first = top.blocks()
+        blocks = first.new_zeros(k, k, *first.shape[:3], top.width, top.width)
+        for tap in range(k):
+            row = first.diagonal(tap, 3, 5).sum(-1)
+            blocks[0, tap] = row
+            blocks[tap, 0] = row.permute(1, 0, 2, 4, 3)
+        for border, sums in edges:
+            taps = slice(1 + border.tap, 1 + border.tap + border.size)
+            blocks[taps, taps].add_(sums.blocks().permute(3, 5, 0, 1, 2, 4, 6), alpha=border.sign)
+        _add_along_diagonals(blocks)
+        # A weight has its taps in order, behind its channels.
+        near, far = [2 + axis for axis in range(dims)], [3 + dims + axis for axis in range(dims)]
+        result = total.view(rows.groups, rows.kernel_shape[1], *rows.taps, rows.kernel_shape[1], *rows.taps)
+        if self.line_axis is None:
+            line_dims = [result.dim(), result.dim() + 1]
+            result = result[..., None, None]
+        else:
+            line_dims = [near[self.line_axis], far[self.line_axis]]
+        sides = [1, *(near[axis] for axis in self.others), 2 + dims, *(far[axis] for axis in self.others)]
+        result = result.permute(*line_dims, near[self.column_axis], far[self.column_axis], 0, *sides)
+        result += blocks.reshape(result.shape)

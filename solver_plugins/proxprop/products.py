@@ -13,5 +13,8 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """Adds ``a b`` to ``total`` per group, in place."""
     if a.shape[0] == 1:
         total[0].addmm_(a[0], b[0])
-    else:
+    elif total.is_contiguous():
         total.baddbmm_(a, b)
+    else:
+        # torch would take the groups one after the other.
+        total += torch.bmm(a, b)

@@ -7,7 +7,7 @@ Shapes: ``g`` groups, ``N`` rows, ``d`` columns per group (``n1/g`` times the ta
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,15 @@ _WEIGHT_GRADIENT: tuple[Callable[..., Tensor], ...] = (grad.conv1d_weight, grad.
 
 PIECE_BYTES = 2**22
 """How large a piece of an im2col matrix may be while a Gram matrix is summed: 4 MiB, so that caches hold it."""
+
+Margins = tuple[tuple[int, int], ...]
+"""Zeros in front of and behind an input, per axis."""
+
+
+def surround(x: Tensor, margins: Margins) -> Tensor:
+    """Returns an input with zeros around it."""
+    amounts = [amount for pair in reversed(margins) for amount in pair]
+    return functional.pad(x, amounts) if any(amounts) else x
 
 
 @dataclass(frozen=True)
@@ -67,14 +76,20 @@ class Rows:
 
     def prepare(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an input as ``[N, n1]``, or with its padding as ``[batch, n1, *size]``, in ``dtype``."""
+        return surround(*self.without_zeros(x, dtype))
+
+    def without_zeros(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Margins]:
+        """Returns an input in ``dtype`` as :meth:`prepare` does, and how many zeros it leaves out at each end."""
         if not self.geometry.dims:
-            return x.reshape(-1, self.kernel_shape[1]).to(dtype)
+            return x.reshape(-1, self.kernel_shape[1]).to(dtype), ()
         x = self._batched(x).to(dtype)
         pairs = self.geometry.padding_for(self.taps, x.shape[2:])
+        if self.geometry.padding_mode == "zeros":
+            return x, pairs
         for axis, (left, right) in enumerate(pairs):
             if left or right:
                 x = pad(x, axis - len(pairs), left, right, self.geometry.padding_mode)
-        return x
+        return x, ((0, 0),) * len(pairs)
 
     def output_rows(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an output, or a gradient of its shape, as ``[g, N, m]``."""
@@ -127,12 +142,12 @@ class Rows:
         bare = Geometry(self.geometry.stride, ((0, 0),) * self.geometry.dims, self.geometry.dilation)
         return bare.output_size(self.taps, x.shape[2:])
 
-    def unfold(self, x: Tensor, first_axis: int = 0) -> Tensor:
-        """Returns a view of a prepared convolution input whose axes from ``first_axis`` on are cut into windows.
+    def unfold(self, x: Tensor, axes: Iterable[int]) -> Tensor:
+        """Returns a view of a prepared convolution input that is cut into windows along some axes.
 
-        The shape is ``[batch, n1, *(uncut sizes), *(places), *(taps)]``.
+        The shape is ``[batch, n1, *(places, or sizes of axes that are not cut), *(taps)]``.
         """
-        for axis in range(first_axis, self.geometry.dims):
+        for axis in axes:
             gap, taps = self.geometry.dilation[axis], self.taps[axis]
             x = x.unfold(2 + axis, gap * (taps - 1) + 1, self.geometry.stride[axis])[..., ::gap]
         return x
@@ -145,16 +160,17 @@ class Rows:
         dims = self.geometry.dims
         per_sample = math.prod(self._places(x)) * self.columns * self.groups * x.element_size()
         for part in x.split(max(1, PIECE_BYTES // max(per_sample, 1))):
-            windows = self.unfold(part)
+            windows = self.unfold(part, range(dims))
             windows = windows.reshape(part.shape[0], self.groups, self.kernel_shape[1], *windows.shape[2:])
             order = (1, 0, *range(3, 3 + dims), 2, *range(3 + dims, 3 + 2 * dims))
             yield windows.permute(order).reshape(self.groups, -1, self.columns)
 
-    def column_sums(self, x: Tensor) -> Tensor:
-        """Returns ``1^T X`` as ``[g, d]``."""
+    def column_sums(self, x: Tensor, margins: Margins) -> Tensor:
+        """Returns ``1^T X`` as ``[g, d]`` for an input and the zeros that belong around it."""
+        sums = x.sum(0, keepdim=True)
         if not self.geometry.dims:
-            return x.sum(0, keepdim=True)
-        windows = self.unfold(x.sum(0, keepdim=True))[0]
+            return sums
+        windows = self.unfold(surround(sums, margins), range(self.geometry.dims))[0]
         sums = windows.sum(tuple(range(1, 1 + self.geometry.dims)))
         return sums.reshape(self.groups, self.columns)
 
