@@ -4,6 +4,11 @@ A study is one file: a config, cells, what they measure, a table, a figure, and 
 """
 
 from solver_plugins.studies import (  # noqa: F401  They register themselves.
+    deeplayers_solvers,
+    deeplayers_table2,
+    deeplayers_table3,
+    deeplayers_table4,
+    deeplayers_table5,
     dropblock_fig1,
     dropblock_fig2,
     dropblock_fig3,

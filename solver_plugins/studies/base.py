@@ -41,7 +41,7 @@ class StudyConfig(StrictConfig):
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: an arm with a seed in a setting. It depends on nothing but these and the config.
+    """One measurement: an arm with a seed in a setting. It depends on these, the config and earlier stages alone.
 
     Attributes:
         arm: What is compared ("backprop", "cg3").
@@ -134,10 +134,14 @@ class Context:
     Attributes:
         steps: ``for step in steps(n)`` counts from 0 to n - 1 and shows a progress bar.
         device: Where tensors of large studies belong.
+        earlier: What the stages before this one have measured; see :meth:`Study.stages`.
+        folder: Where a cell may keep files for later stages, named after itself; None for nowhere.
     """
 
     steps: Callable[[int], Iterable[int]] = range
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    earlier: Results = field(default_factory=Results)
+    folder: Path | None = None
 
 
 C = TypeVar("C", bound=StudyConfig)
@@ -171,6 +175,13 @@ class Study(ABC, Generic[C]):
     @abstractmethod
     def cells(self) -> list[Cell]:
         """Lists what is to be measured."""
+
+    def stages(self) -> list[list[Cell]]:
+        """Returns all cells in groups that wait for each other: a cell knows the results of the groups before its own.
+
+        One group by default. A study that searches for a step size first has two.
+        """
+        return [self.cells()]
 
     @abstractmethod
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:

@@ -87,6 +87,11 @@ class RunFolder:
                 f"{options.get(key)!r}, now {now.get(key)!r}), so it cannot go on: {_ADVICE}"
             )
 
+    @property
+    def cells(self) -> Path:
+        """Where the results of the cells are, and what they keep for later stages."""
+        return self.place / CELLS
+
     def is_done(self, cell: Cell) -> bool:
         """Whether a cell has been measured."""
         return self._file(cell).is_file()

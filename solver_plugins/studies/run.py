@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ def run_study(
         SolverPluginsError: Of some kind, for everything that a user can put right; cells that are done stay.
     """
     study = STUDIES.get(name)(config)
-    cells = study.cells()
+    stages = study.stages()
+    cells = [cell for stage in stages for cell in stage]
     _check_cells(name, cells)
     folder = RunFolder(Path(output).expanduser())
     with Team() as team:
@@ -67,8 +69,10 @@ def run_study(
         failed = _attempt(study.prepare)
         team.agree(failed)
         team.first(lambda: folder.open(name, scale, config, overwrite))
-        team.agree(_attempt(lambda: _measure(study, cells, folder, team)))
-        results = Results(folder.load(cell) for cell in cells)
+        results = Results()
+        for stage in stages:
+            team.agree(_attempt(partial(_measure, study, stage, results, cells, folder, team)))
+            results = Results([*results, *(folder.load(cell) for cell in stage)])
         metrics = _metrics(study, scale, results, team)
         tables = study.tables(results)
         team.first(lambda: _report(study, results, tables, metrics, folder, command))
@@ -93,30 +97,35 @@ def _attempt(do: Any) -> Exception | None:
     return None
 
 
-def _measure(study: Study[Any], cells: list[Cell], folder: RunFolder, team: Team) -> None:
+def _measure(
+    study: Study[Any], stage: list[Cell], earlier: Results, cells: list[Cell], folder: RunFolder, team: Team
+) -> None:
+    """Measures what is not done of a stage; ``cells`` are those of all stages, for the progress bar."""
     talks = team.index == 0
     with tqdm(total=len(cells), desc=study.name, unit="cell", disable=None if talks else True) as bar:
-        for cell in cells:
+        for cell in stage:
             bar.update(sum(folder.is_done(one) for one in cells) - bar.n if talks else 0)
             if not folder.claim(cell):
                 continue
             try:
-                folder.save(_run_cell(study, cell, team.device, talks))
+                folder.save(_run_cell(study, cell, team.device, talks, earlier, folder.cells))
             except BaseException:
                 # Also when it is interrupted: nobody should begin another cell.
                 folder.stop()
                 raise
-        bar.update(len(cells) - bar.n if talks else 0)
+        bar.update(sum(folder.is_done(one) for one in cells) - bar.n if talks else 0)
 
 
-def _run_cell(study: Study[Any], cell: Cell, device: torch.device, talks: bool) -> Measured:
+def _run_cell(
+    study: Study[Any], cell: Cell, device: torch.device, talks: bool, earlier: Results, place: Path
+) -> Measured:
     def steps(count: int) -> Iterable[int]:
         shown: Iterable[int] = tqdm(range(count), desc=cell.name, leave=False, disable=None if talks else True)
         return shown
 
     start, cpu = time.perf_counter(), time.process_time()
     with seeded(study.name, cell.seed, devices=device.type == "cuda"):
-        values = study.run(cell, Context(steps, device))
+        values = study.run(cell, Context(steps, device, earlier, place))
     return Measured(cell, values, time.perf_counter() - start, time.process_time() - cpu)
 
 

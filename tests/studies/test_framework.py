@@ -282,3 +282,36 @@ def test_every_study_has_settings_for_every_scale(name, scale):
     names = [cell.name for cell in study.cells()]
     assert names and len(set(names)) == len(names)
     assert study.reference and STUDIES.info(name).description
+
+
+class Staged(Toy):
+    """Draws numbers, then takes the largest."""
+
+    name = "staged"
+
+    def stages(self):
+        return [self.cells(), [Cell("largest", seed) for seed in self.config.seeds]]
+
+    def run(self, cell, context):
+        if cell.arm != "largest":
+            assert not context.earlier
+            (context.folder / f"{cell.name}.txt").write_text("kept")
+            return super().run(cell, context)
+        type(self).ran.append(cell.name)
+        assert len(context.earlier) == len(self.cells())
+        assert all((context.folder / f"{one.name}.txt").is_file() for one in self.cells())
+        return {"drawn": max(context.earlier.of(seed=cell.seed).each("drawn"))}
+
+
+def test_a_stage_knows_the_ones_before_it(tmp_path):
+    STUDIES.register("staged", Staged, tags=())
+    with pytest.raises(InterruptedError):
+        run_study("staged", config(fail_at="plain_rate=2_seed=0"), tmp_path / "failed")
+    # Nothing of a later stage is measured while an earlier one is not done.
+    assert "largest_seed=0" not in Staged.ran
+    first = run_study("staged", config(), tmp_path / "run").metrics["cells"]
+    assert first[-1]["drawn"] == max(cell["drawn"] for cell in first[:-1])
+    (tmp_path / "run" / "cells" / "largest_seed=0.json").unlink()
+    Staged.ran.clear()
+    assert run_study("staged", config(), tmp_path / "run").metrics["cells"] == first
+    assert Staged.ran == ["largest_seed=0"]

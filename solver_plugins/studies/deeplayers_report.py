@@ -1,0 +1,170 @@
+"""The report of a table of "Deep Layers as Stochastic Solvers": the paper's numbers beside ours."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from solver_plugins.studies.base import Results, Table, Value
+from solver_plugins.studies.fitting import mean, spread
+
+if TYPE_CHECKING:
+    from solver_plugins.studies.deeplayers import TableConfig
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One network in one arm.
+
+    Attributes:
+        group: Which network.
+        label: Its name.
+        arm: What is trained.
+        paper: The paper's accuracy, if it has one.
+        found: Our cells, one for each seed.
+        search: The cells of the search, one for each step size.
+    """
+
+    group: Value
+    label: str
+    arm: str
+    paper: float | None
+    found: Results
+    search: Results
+
+    @property
+    def key(self) -> str:
+        """The name of the row in ``metrics.json``."""
+        return f"{self.group}_{self.arm}"
+
+    @property
+    def accuracy(self) -> float | None:
+        """The mean over seeds, in percent."""
+        return mean(self.found.each("accuracy"))
+
+    @property
+    def rates(self) -> list[float]:
+        """The step sizes that were used."""
+        return sorted({one.values["lr"] for one in self.found if "lr" in one.values})
+
+
+def summarise(rows: list[Row]) -> dict[str, Any]:
+    """Returns the accuracies by row."""
+    return {f"{row.key}_accuracy": row.accuracy for row in rows}
+
+
+def _pairs(row: Row, rows: list[Row], plain: str) -> list[float | None]:
+    """Returns what an arm gains over the plain one, seed by seed."""
+    (other,) = [one for one in rows if one.group == row.group and one.arm == plain]
+    both = zip(row.found.each("accuracy"), other.found.each("accuracy"), strict=True)
+    return [None if a is None or b is None else a - b for a, b in both]
+
+
+def gains(rows: list[Row], plain: str) -> dict[Row, float | None]:
+    """Returns what every arm with a solver gains over the plain one, in points."""
+    return {row: mean(_pairs(row, rows, plain)) for row in _solved(rows, plain)}
+
+
+def _solved(rows: list[Row], plain: str) -> list[Row]:
+    return [row for row in rows if row.arm not in (plain, "first")]
+
+
+def report(rows: list[Row], plain: str, config: "TableConfig", title: str) -> list[Table]:
+    """Returns the table beside the paper's, what the solvers gain, and the search."""
+    finetuned = "'first' is the network before it is finetuned. " if any(row.arm == "first" for row in rows) else ""
+    tables = [
+        Table(
+            f"Accuracy on the test split: {title}",
+            ("", "paper (%)", "ours (%)", "ours - paper", "spread over trials", "sampling off in evaluation (%)", "lr"),
+            [_accuracy(row) for row in rows],
+            f"Ours: mean ± standard deviation over seeds {config.seeds}. {finetuned}'{plain}' has no solver and is "
+            f"trained as long as the others. A network that samples is tested {config.trials} times.",
+        ),
+        Table(
+            f"Points gained over '{plain}', with the same training",
+            ("", "paper", "ours", "seeds that gain"),
+            [_gain(row, rows, plain) for row in _solved(rows, plain)],
+        ),
+    ]
+    if any(row.search for row in rows):
+        rates = config.search.rates
+        tables.append(
+            Table(
+                f"Search for the step size: accuracy on the validation split after {config.search.epochs} epochs (%)",
+                ("lr", *(f"{rate:g}" for rate in rates)),
+                [_searched(row, rates) for row in rows if row.search],
+                f"For the seed {config.seeds[0]}; '-': not finite any more.",
+            )
+        )
+    return tables
+
+
+def _accuracy(row: Row) -> tuple[str, ...]:
+    ours = row.accuracy
+    return (
+        f"{row.label}, {row.arm}",
+        "" if row.paper is None else f"{row.paper:.2f}",
+        spread(row.found.each("accuracy"), ".2f"),
+        "" if row.paper is None or ours is None else f"{ours - row.paper:+.2f}",
+        _number(mean(row.found.each("trial_spread")), ".3f"),
+        _number(mean(row.found.each("deterministic_accuracy")), ".2f"),
+        ", ".join(f"{rate:g}" for rate in row.rates),
+    )
+
+
+def _gain(row: Row, rows: list[Row], plain: str) -> tuple[str, ...]:
+    # The paper has the network before finetuning alone, where it finetunes.
+    printed = {one.arm: one.paper for one in rows if one.group == row.group and one.paper is not None}
+    theirs = printed.get(plain, printed.get("first"))
+    ours = _pairs(row, rows, plain)
+    better = sum(one is not None and one > 0 for one in ours)
+    return (
+        f"{row.label}, {row.arm}",
+        "" if row.paper is None or theirs is None else f"{row.paper - theirs:+.2f}",
+        spread(ours, "+.2f").replace("± +", "± "),
+        f"{better} of {len(ours)}",
+    )
+
+
+def _searched(row: Row, rates: list[float]) -> tuple[str, ...]:
+    scores = (row.search.of(lr=rate).each("validation_accuracy") for rate in rates)
+    return (f"{row.label}, {row.arm}", *(spread(score, ".2f") for score in scores))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def draw_table(rows: list[Row]) -> Any:
+    """Draws accuracies beside the paper's, and the validation split over the epochs."""
+    from solver_plugins.studies.figures import COLOURS, STYLES, legend, nan_for_none, new_figure, whole_numbers
+
+    groups, arms = list(dict.fromkeys(row.group for row in rows)), list(dict.fromkeys(row.arm for row in rows))
+    figure, axes = new_figure(1, 2, width=5.4, height=3.6)
+    left, right = axes[0]
+    for row in rows:
+        number, colour = arms.index(row.arm), COLOURS[arms.index(row.arm) % len(COLOURS)]
+        place = groups.index(row.group) + (number - (len(arms) - 1) / 2) * 0.8 / len(arms)
+        first = row.group == groups[0]
+        values = nan_for_none(row.found.each("accuracy"))
+        left.plot([place] * len(values), values, "o", color=colour, alpha=0.7, label=row.arm if first else None)
+        if row.paper is not None:
+            left.plot([place], [row.paper], "D", color=colour, fillstyle="none")
+    left.plot([], [], "D", color="#444444", fillstyle="none", label="paper")
+    labels = [next(row.label for row in rows if row.group == group) for group in groups]
+    left.set_xticks(range(len(groups)), labels)
+    left.set_xlim(-0.5, len(groups) - 0.5)
+    left.set_ylabel("accuracy on the test split (%)", fontsize=9)
+    legend(left)
+    for row in (row for row in rows if row.arm != "first"):
+        curves = [one.values["curves"]["validation_accuracy"] for one in row.found]
+        shared = min(map(len, curves))
+        means = [sum(values) / len(values) for values in zip(*(curve[:shared] for curve in curves), strict=True)]
+        style = STYLES[arms.index(row.arm) % len(STYLES)]
+        colour = COLOURS[(groups.index(row.group) if len(groups) > 1 else arms.index(row.arm)) % len(COLOURS)]
+        right.plot(
+            range(1, shared + 1), means, color=colour, linestyle=style, marker=".", label=f"{row.label}, {row.arm}"
+        )
+    whole_numbers(right)
+    right.set_xlabel("epoch", fontsize=9)
+    right.set_ylabel("accuracy on the validation split (%)", fontsize=9)
+    legend(right, outside=True)
+    return figure

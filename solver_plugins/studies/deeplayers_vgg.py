@@ -1,0 +1,147 @@
+"""VGG16 for 32x32 images, and what the tables of "Deep Layers as Stochastic Solvers" that use it share."""
+
+from collections import OrderedDict
+from typing import Any, TypeVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from solver_plugins.studies.base import Cell, Context, Value
+from solver_plugins.studies.deeplayers import DeepLayersTable, TableConfig, read_first
+from solver_plugins.studies.images import Part
+
+DROPOUT = "dropout"
+_LAYERS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+"""Channels and convolutions of VGG16 between two poolings."""
+_BATCH = 200
+
+
+class VGGConfig(TableConfig):
+    """Settings of a table with VGG16."""
+
+    width: float = Field(1.0, gt=0, le=1, description="Factor on the channels of VGG16; 1 is the paper's network.")
+    features: int = Field(512, ge=1, description="Widths of the fully connected layers. Paper: 512.")
+    norm: bool = Field(True, description="Whether a BatchNorm follows every convolution; the paper does not say.")
+    drop_rate: float = Field(0.5, ge=0, lt=1, description="Of both dropouts. Paper: 0.5.")
+    frozen: bool = Field(
+        False,
+        description="Whether convolutions stay as the first stage leaves them, and new fully connected layers are "
+        "trained on their features; else whole networks are finetuned, as in the paper.",
+    )
+
+
+class CifarVGG(nn.Module):
+    """VGG16 for 32x32 images: 13 convolutions, and twice dropout -> linear -> ReLU before the classifier.
+
+    Args:
+        in_chans: Channels of the image.
+        num_classes: How many classes.
+        width: Factor on the channels of the convolutions.
+        features: Widths of the fully connected layers.
+        rates: Of the two dropouts.
+        norm: Whether a BatchNorm follows every convolution.
+    """
+
+    def __init__(
+        self, in_chans: int, num_classes: int, width: float, features: int, rates: tuple[float, float], norm: bool
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        before = in_chans
+        for channels, count in _LAYERS:
+            after = max(1, round(channels * width))
+            for _ in range(count):
+                layers.append(nn.Conv2d(before, after, 3, padding=1))
+                layers += [nn.BatchNorm2d(after)] if norm else []
+                layers.append(nn.ReLU())
+                before = after
+            layers.append(nn.MaxPool2d(2))
+        self.body = nn.Sequential(*layers, nn.Flatten())
+        parts: list[tuple[str, nn.Module]] = [
+            ("drop1", nn.Dropout(rates[0])), ("fc1", nn.Linear(before, features)), ("relu1", nn.ReLU()),
+            ("drop2", nn.Dropout(rates[1])), ("fc2", nn.Linear(features, features)), ("relu2", nn.ReLU()),
+            ("fc", nn.Linear(features, num_classes)),
+        ]  # fmt: skip
+        self.head = nn.Sequential(OrderedDict(parts))
+        for layer in self.body:
+            if isinstance(layer, nn.Conv2d):
+                # Without it thirteen layers lose the signal where there are no norms.
+                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits."""
+        found: Tensor = self.head(self.body(x))
+        return found
+
+
+C = TypeVar("C", bound=VGGConfig)
+
+
+class VGGTable(DeepLayersTable[C]):
+    """A table with VGG16 whose convolutions may be frozen."""
+
+    _features: dict[int, dict[str, Part]]
+
+    def prepare(self) -> None:
+        self._features = {}
+        super().prepare()
+
+    def rates(self, group: Value) -> tuple[float, float]:
+        """Returns the rates of the two dropouts of a network."""
+        return self.config.drop_rate, self.config.drop_rate
+
+    def make(self, group: Value) -> CifarVGG:
+        config, images = self.config, self._images
+        return CifarVGG(images.shape[0], images.classes, config.width, config.features, self.rates(group), config.norm)
+
+    def title(self) -> str:
+        config = self.config
+        size = "VGG16" if config.width == 1 else f"VGG16 with {config.width:g} of its channels"
+        what = "new fully connected layers on frozen features" if config.frozen else "finetuned"
+        return f"{size}, {what}, {super().title()}"
+
+    def _firsts(self) -> list[Cell]:
+        # Networks that share their convolutions begin with one cell.
+        return list(dict.fromkeys(super()._firsts()))
+
+    def _first_cell(self, group: Value, seed: int) -> Cell:
+        return super()._first_cell(self.shared() if self.config.frozen else group, seed)
+
+    def shared(self) -> Value:
+        """Returns the network whose convolutions all others take over where they are frozen."""
+        return self.groups()[0]
+
+    def _tests_first(self) -> bool:
+        return super()._tests_first() and not self.config.frozen
+
+    def _begin(self, model: nn.Module, first: Cell, context: Context) -> nn.Module:
+        if not self.config.frozen:
+            return super()._begin(model, first, context)
+        state = read_first(first, context)
+        body: nn.Module = model.body  # type: ignore[assignment]
+        body.load_state_dict({key.removeprefix("body."): one for key, one in state.items() if key.startswith("body.")})
+        return model.to(context.device)
+
+    def _inputs(self, model: nn.Module, seed: int, context: Context) -> dict[str, Part]:
+        parts = super()._inputs(model, seed, context)
+        if not self.config.frozen:
+            return parts
+        if seed not in self._features:
+            # One seed at a time: features may be as large as the images.
+            self._features = {seed: {key: _through(model.body, part) for key, part in parts.items()}}  # type: ignore[arg-type]
+        return self._features[seed]
+
+    def _trained(self, model: nn.Module) -> nn.Module:
+        head: nn.Module = model.head  # type: ignore[assignment]
+        return head if self.config.frozen else model
+
+    def targets(self, both: bool) -> dict[str, Any]:
+        """Returns which fully connected layers become solvers: the last one, or both, but never the classifier."""
+        return {"targets": ["fc1", "fc2"] if both else ["fc2"]}
+
+
+@torch.no_grad()
+def _through(body: nn.Module, part: Part) -> Part:
+    body.eval()
+    return Part(torch.cat([body(images) for images in part.images.split(_BATCH)]), part.labels)
