@@ -11,6 +11,7 @@ from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
 from solver_plugins.blocks.made import made_class
 from solver_plugins.blocks.passthrough import mark_as_drawn
 from solver_plugins.blocks.run import Activation, OutputKind, make_solver, run_block
+from solver_plugins.gradients import fresh_gram
 from solver_plugins.operators import LinearOperator, operator_from_kernel, reader_for
 from solver_plugins.prox import prox_for
 from solver_plugins.solvers import Diagnostics, Solver
@@ -129,12 +130,15 @@ class SolverBlock(LayerBlock):
         self, input: Tensor, generator: torch.Generator | None, diagnose: bool
     ) -> tuple[Tensor, Diagnostics | None]:
         kernel = self._kernel()
+        operator = operator_from_kernel(kernel, self.geometry, input.shape)
+        # In training one Gram matrix serves the step size and the solve.
+        fresh = fresh_gram(self.solver, self.prior, operator, input.shape) if self.training else None
         # First: it may find that the weights have moved, and drop the Gram matrix.
-        constant = self._current_L(kernel) if self.solver.needs_constant else self.L
+        constant = self._current_L(kernel, fresh) if self.solver.needs_constant else self.L
         return run_block(
             self.solver,
             self.prior,
-            operator_from_kernel(kernel, self.geometry, input.shape),
+            operator,
             input,
             self.bias,
             lambda: super(SolverBlock, self).forward(input),
@@ -144,6 +148,7 @@ class SolverBlock(LayerBlock):
             shift=self.channel_shift,
             blend=self.blend,
             gram=self.gram,
+            fresh_gram=fresh,
             observer=self.observer,
             output=self.output,
             training=self.training,

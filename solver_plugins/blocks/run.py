@@ -113,6 +113,7 @@ def run_block(
     shift: Tensor | None = None,
     blend: Tensor | None = None,
     gram: Tensor | None = None,
+    fresh_gram: Tensor | None = None,
     observer: Callable[[Tensor, int], tuple[Tensor, Tensor] | None] | None = None,
     output: str = "argument",
     training: bool = True,
@@ -137,6 +138,7 @@ def run_block(
         shift: What is added to that, one number per output feature.
         blend: ``a`` in ``(1 - a) v_1 + a v_K``, a 0-d tensor; None is one.
         gram: ``A A^T``, where it is known already.
+        fresh_gram: The same, computed in this forward; gradients of the weight are right with it, too.
         observer: Sees the last argument and the dimension of its features, and returns the gain and shift to use.
         output: The "argument" of the activation, or its "value".
         training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
@@ -173,7 +175,14 @@ def run_block(
     )
     draws = Draws(generator) if sampling else None
     solution = differentiable_solve(
-        solver, problem, draws=draws, diagnose=diagnose, residual=residual, keep_first=blend is not None, gram=gram
+        solver,
+        problem,
+        draws=draws,
+        diagnose=diagnose,
+        residual=residual,
+        keep_first=blend is not None,
+        gram=gram,
+        fresh_gram=fresh_gram,
     )
     if observer is not None:
         gain, shift = observer(solution.argument, operator.feature_dim) or (None, None)

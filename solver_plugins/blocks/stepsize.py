@@ -21,7 +21,16 @@ from torch import Tensor, nn
 
 from solver_plugins.blocks.made import Shell
 from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning, warn
-from solver_plugins.operators import Geometry, lipschitz_from_kernel, power_step, power_steps, start_vectors
+from solver_plugins.operators import (
+    Geometry,
+    WarmSteps,
+    is_eager,
+    lipschitz_from_kernel,
+    power_step,
+    power_steps,
+    start_vectors,
+    warm_steps,
+)
 from solver_plugins.solvers import working_dtype
 
 WARM_UP = 16
@@ -87,8 +96,13 @@ class TrackedStep(Shell):
             del hooks[key]
 
     @torch.no_grad()
-    def _current_L(self, kernel: Tensor) -> Tensor:
-        """Returns the constant for this forward; in training the buffers follow the weights, too."""
+    def _current_L(self, kernel: Tensor, gram: Tensor | None = None) -> Tensor:
+        """Returns the constant for this forward; in training the buffers follow the weights, too.
+
+        Args:
+            kernel: The weight.
+            gram: ``A A^T``, where this forward has computed it already.
+        """
         if self._estimating:
             return self.L
         kernel = kernel.detach()
@@ -96,20 +110,38 @@ class TrackedStep(Shell):
         if looking and self.certify_in_evaluation:
             self.certify_if_moved()
             return self.L
-        reference = self._reference()
-        (first, second, third), (_, vectors, _) = power_steps(
-            kernel, self.geometry, self.power_vectors, 3, reference, GENERIC_SHARE
-        )
+        steps = warm_steps(kernel, self.geometry, self.power_vectors, GENERIC_SHARE, self._reference(), gram)
+        if isinstance(steps.largest, float) or (is_eager(kernel.device) and type(steps.largest) is Tensor):
+            return self._followed_at_once(steps)
+        first, second, third, largest = map(torch.as_tensor, (*steps.quotients, steps.largest))
+        vectors = self.power_vectors[..., : steps.vectors.shape[-1]]
         gain = (third / second.clamp_min(torch.finfo(third.dtype).tiny)).clamp(1.0, 2.0)
-        estimate = torch.maximum(torch.maximum(second, third) * gain.square(), _largest_row(kernel, reference))
+        estimate = torch.maximum(torch.maximum(second, third) * gain.square(), largest)
         estimate = estimate * self.power_ratio.clamp_min(1.0)
         moved = _differ(first, self.power_quotient) & torch.isfinite(estimate)
         constant = torch.where(moved, estimate, self.L)
         if self.training:
             self.L.copy_(constant)
-            self.power_vectors.copy_(torch.where(moved, vectors, self.power_vectors))
+            vectors.copy_(torch.where(moved, steps.vectors, vectors))
             self.power_quotient.copy_(torch.where(moved, third, self.power_quotient))
         return constant
+
+    def _followed_at_once(self, steps: WarmSteps) -> Tensor:
+        """Does the same with numbers, where looking at them costs nothing: there are many, and each is quick."""
+        first, second, third = map(float, steps.quotients)
+        quotient, precision = float(self.power_quotient), torch.finfo(self.L.dtype)
+        gain = min(max(third / max(second, precision.tiny), 1.0), 2.0)
+        estimate = max(max(second, third) * gain**2, float(steps.largest)) * max(float(self.power_ratio), 1.0)
+        # Not a NaN, which every comparison denies.
+        still = abs(first - quotient) <= 64 * precision.eps * abs(quotient)
+        if still or not estimate <= precision.max:
+            return self.L.clone()
+        if not self.training:
+            return torch.full_like(self.L, estimate)
+        self.L.fill_(estimate)
+        self.power_vectors[..., : steps.vectors.shape[-1]].copy_(steps.vectors)
+        self.power_quotient.fill_(third)
+        return self.L.clone()
 
     @torch.no_grad()
     def compute_step(self, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:

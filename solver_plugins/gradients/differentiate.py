@@ -22,6 +22,7 @@ def differentiable_solve(
     residual: Tensor | None = None,
     keep_first: bool = False,
     gram: Tensor | None = None,
+    fresh_gram: Tensor | None = None,
 ) -> Solution:
     """Solves a block problem so that gradients reach its input, weights, bias and prior.
 
@@ -29,7 +30,7 @@ def differentiable_solve(
     only; a second one is refused). An implicit solve writes its residual into the 0-d buffer ``residual``, if there is
     one. ``keep_first`` also returns the argument of the first iterate. The path is that of the cost model, or of the
     solver's config; ``gram`` is ``A A^T`` where that is known already, which is then used if no gradient of the weight
-    is asked for.
+    is asked for. ``fresh_gram`` is what :func:`solver_plugins.gradients.fresh_gram` has just computed.
     """
     if gram is not None and torch.is_grad_enabled() and problem.operator.weight.requires_grad:
         gram = None
@@ -41,7 +42,8 @@ def differentiable_solve(
         if path in ("masked", "columns") and draws is not None and not diagnose and has_sampled_kernel(solver, problem):
             return solve_sampled(solver, problem, path, draws, keep_first=keep_first)
         if written:
-            return solve_unrolled(solver, problem, path, gram=gram, keep_first=keep_first)
+            known = fresh_gram if gram is None else gram
+            return solve_unrolled(solver, problem, path, gram=known, keep_first=keep_first)
         made = replace(problem, gram=problem.make_gram(gram)) if path == "gram" else problem
         return solve(solver, made, draws=draws, diagnose=diagnose, keep_first=keep_first)
 

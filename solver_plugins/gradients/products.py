@@ -5,7 +5,8 @@ An iteration is ``v = M y + c``, with the rate ``r = 1/L``. From the gradients `
     dA = - r sum_k (G_k y_k^T + y_k G_k^T) A,
 
 which ``gram`` computes as one product ``S = sum_k G_k y_k^T`` of all iterations and samples, and ``(S + S^T) A``;
-``two_step`` as one product with the ``z_k = A^T y_k`` and ``h_k = A^T G_k`` that it has at hand.
+``two_step`` as one product with the ``z_k = A^T y_k`` and ``h_k = A^T G_k`` that it has at hand. A ``z_k`` that was not
+kept is computed again, or its share is that of ``gram``, whichever takes fewer multiply-adds.
 """
 
 import abc
@@ -14,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from solver_plugins.operators import LinearMap, LinearOperator
+from solver_plugins.operators import LinearMap, LinearOperator, is_eager
 
 LARGE_BATCH = 192
 """From so many rows on a product gains nothing by more of them, and putting them together costs time and memory."""
@@ -30,11 +31,15 @@ class Map:
         operator: ``A`` without a diagonal; its weight is a stand-in for the one that is given to :func:`products`.
         lam: The strong convexity.
         dtype: The precision of the products; iterates have at least float32.
+        few_rows: Whether a two-step path multiplies fewer rows than the weight has, so that these are scaled.
+        regrouped: Whether a two-step path sums ``G_k y_k^T`` where no ``z_k`` was kept, instead of computing it again.
     """
 
     operator: LinearOperator
     lam: float
     dtype: torch.dtype
+    few_rows: bool = False
+    regrouped: bool = False
 
 
 class Sum:
@@ -143,59 +148,88 @@ class _Gram(Products):
     def weight_gradient(self) -> Tensor:
         sums = self.sum.result()
         assert sums is not None
-        sums = sums.to(self.rate.dtype)
-        both = ((sums + sums.t()) * -self.rate).to(self.dtype)
-        return (both @ self.weight.to(self.dtype)).to(self.weight.dtype)
+        return _regrouped(sums, self.weight.to(self.dtype), self.rate).to(self.weight.dtype)
+
+
+def _regrouped(sums: Tensor, matrix: Tensor, rate: Tensor) -> Tensor:
+    """Returns ``- r (S + S^T) A``."""
+    sums = sums.to(rate.dtype)
+    return ((sums + sums.t()) * -rate).to(matrix.dtype) @ matrix
 
 
 class _TwoStep(Products):
     def __init__(self, map: Map, weight: Tensor, rate: Tensor):
-        self.rate, self.kept = rate, 1 - rate * map.lam
+        self.rate, self.kept, self.negative = rate, 1 - rate * map.lam, -rate
         self.lowered = map.dtype != rate.dtype
-        self.operator = replace(map.operator, weight=weight.to(map.dtype))
-        # The rate on the weight once, not on z in every iteration; in half precision it might underflow there.
-        self.scaled = self.operator if self.lowered else replace(map.operator, weight=weight * -rate)
+        self.regrouped, self.weight_dtype = map.regrouped, weight.dtype
         self.flat = isinstance(map.operator, LinearMap)
-        self.weight_dtype = weight.dtype
-        self.sum = Sum()
+        # Where looking at it costs nothing, the rate is a number that a product takes along.
+        self.number = float(rate) if not self.lowered and is_eager(rate.device) and type(rate) is Tensor else None
+        self.alpha = 1 if self.number is None else -self.number
+        # Else it is on the smaller factor, the weight or z; in half precision it might underflow on the weight.
+        self.on_rows = self.lowered or (map.few_rows and self.number is None)
+        matrix = weight.to(map.dtype)
+        plain = self.on_rows or (self.flat and self.number is not None)
+        scaled = matrix if plain else weight * self.negative
+        if self.flat:
+            self.factor, self.transposed = matrix, scaled.t()
+        else:
+            self.operator, self.scaled = (replace(map.operator, weight=one) for one in (matrix, scaled))
+        self.sum, self.outer = Sum(), Sum()
         self.total: Tensor | None = None
 
     def advance(self, y: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         z = self._adjoint(y)
-        base = torch.addcmul(c, y, self.kept)
-        return self._add(base, z), z
+        # In place on what has just been made, and not addmm_, which a counter of operations does not see.
+        if self.flat and not self.lowered:
+            return torch.addmm(c, z, self.transposed, alpha=self.alpha).addcmul_(y, self.kept), z
+        return self._times(z).to(c.dtype).add_(c).addcmul_(y, self.kept), z
 
     def pull(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         h = self._adjoint(grad)
-        return self._add(self.kept * grad, h), h
+        if self.flat and self.number is not None:
+            return torch.addmm(grad, h, self.transposed, beta=float(self.kept), alpha=self.alpha), h
+        return self._times(h).to(grad.dtype).addcmul_(grad, self.kept), h
 
     def _adjoint(self, x: Tensor) -> Tensor:
-        z = self.operator.adjoint(x)
-        return (z.to(self.rate.dtype) * -self.rate).to(z.dtype) if self.lowered else z
+        z = torch.mm(self._lower(x), self.factor) if self.flat else self.operator.adjoint(x)
+        if self.lowered:
+            return (z.to(self.rate.dtype) * self.negative).to(z.dtype)
+        return z.mul_(self.negative) if self.on_rows else z
 
-    def _add(self, base: Tensor, z: Tensor) -> Tensor:
-        if self.flat and not self.lowered:
-            return torch.addmm(base, z, self.scaled.weight.t())
-        return base + self.scaled.apply(z).to(base.dtype)
+    def _times(self, z: Tensor) -> Tensor:
+        """Returns ``- r A z``."""
+        return torch.mm(z, self.transposed) if self.flat else self.scaled.apply(z)
+
+    def _lower(self, x: Tensor) -> Tensor:
+        return x.to(self.factor.dtype) if self.lowered else x
 
     def collect(self, grad: Tensor, y: Tensor, z: Tensor | None, h: Tensor | None) -> None:
-        assert z is not None and h is not None
-        grad, y = grad.to(z.dtype), y.to(z.dtype)
+        assert h is not None
         if self.flat:
-            self.sum.add(grad, z)
+            grad, y = self._lower(grad), self._lower(y)
+            if z is None and self.regrouped:
+                self.outer.add(grad, y)
+                return
+            self.sum.add(grad, self._adjoint(y) if z is None else z)
             self.sum.add(y, h)
             return
         # Batch and space are large enough for products of their own, and too large for copies.
-        for u, g in ((z, grad), (h, y)):
-            part = self.operator.weight_gradient(u, g).to(self.rate.dtype)
-            self.total = part if self.total is None else self.total + part
+        for u, g in ((self._adjoint(y) if z is None else z, grad), (h, y)):
+            part = self.operator.weight_gradient(u, g.to(u.dtype)).to(self.rate.dtype)
+            self.total = part if self.total is None else self.total.add_(part)
 
     def weight_gradient(self) -> Tensor:
-        total = self.sum.result() if self.flat else self.total
+        total, outer = self.sum.result() if self.flat else self.total, self.outer.result()
+        if total is not None:
+            total = total.to(self.rate.dtype)
+            # Else z and h have the rate in them.
+            total = total if self.on_rows else total * self.negative
+        if outer is not None:
+            rest = _regrouped(outer, self.factor, self.rate)
+            total = rest if total is None else total + rest
         assert total is not None
-        total = total.to(self.rate.dtype)
-        # In half precision z and h have the rate in them.
-        return (total if self.lowered else total * -self.rate).to(self.weight_dtype)
+        return total.to(self.weight_dtype)
 
 
 def symmetric_product(matrix: Tensor) -> Tensor:

@@ -4,11 +4,14 @@
 
     G_k = J_k ((1 + b_k) M G_{k+1} - b_{k+1} M G_{k+2}),     dc = sum_k G_k,     dA from products.py
 
-``J_k`` is the derivative of the proximal map and ``G_T`` the incoming gradient. Kept for it are the iterates ``x_k``,
-and ``J_k`` only where the iterate does not tell it (ReLU: its sign does). Where derivatives of higher order are asked
-for, the backward pass is that of the iterations themselves, so that those are right, too.
+``J_k`` is the derivative of the proximal map and ``G_T`` the incoming gradient. Kept for it are ``c`` and the iterates
+``x_k`` but the first, ``prox(c)``, and ``J_k`` only where the iterate does not tell it (ReLU: its sign does). Where
+derivatives of higher order are asked for, the backward pass is that of the iterations themselves, so that those are
+right, too.
 """
 
+import inspect
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +19,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from solver_plugins.gradients.products import Map, products
-from solver_plugins.operators import LinearMap, autocast_off
+from solver_plugins.gradients.products import Map, products, symmetric_product
+from solver_plugins.operators import LinearMap, LinearOperator, autocast_off, product_dtype
 from solver_plugins.prox import Prior
 from solver_plugins.prox.base import Step
-from solver_plugins.solvers import FISTA, BlockProblem, ProxGD, Solution, Solver, State
+from solver_plugins.solvers import FISTA, BlockProblem, ProxGD, Solution, Solver, State, working_dtype
+from solver_plugins.solvers.paths import images_kept, path_for, regroups
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,7 @@ class Rule:
         iterations: ``T``.
         momentum: Whether there is one (``fista``).
         low: Whether iterates are computed again in the backward pass instead of being kept.
+        images: Of how many iterations, the first ones, a two-step path keeps ``z_k``.
     """
 
     map: Map
@@ -44,6 +49,7 @@ class Rule:
     iterations: int
     momentum: bool
     low: bool
+    images: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,9 +57,9 @@ class Kept:
     """What one solve leaves for its backward pass, one entry per iteration.
 
     Attributes:
-        iterates: ``x_k``.
-        slopes: ``J_k`` where the iterate does not tell it; for a prior that is not separable, ``v_k``.
-        images: ``z_k`` of a two-step path.
+        iterates: ``x_k`` from the second one on.
+        slopes: ``J_k`` where the iterate does not tell it; for a prior that is not separable, ``v_k``. As many.
+        images: ``z_k`` of a two-step path, of the first iterations.
         momenta: ``b_k`` from the second iteration on.
         matrix: What the products made of ``A A^T``, once for both passes.
     """
@@ -83,8 +89,32 @@ def is_transformed(problem: BlockProblem) -> bool:
         return False
     if torch._C._are_functorch_transforms_active():
         return True
+    if forward_ad._current_level < 0:
+        return False
     tensors = (problem.input, problem.operator.weight, problem.bias)
     return any(one is not None and forward_ad.unpack_dual(one).tangent is not None for one in tensors)
+
+
+def fresh_gram(solver: Solver, prior: Prior, operator: LinearOperator, shape: torch.Size) -> Tensor | None:
+    """Returns ``A A^T``, recorded nowhere, if :func:`solve_unrolled` will multiply by it; None if not.
+
+    For who needs it, too: gradients of the weight do not come through it.
+
+    Args:
+        solver: The solver.
+        prior: The prior.
+        operator: ``A``.
+        shape: Of the input.
+    """
+    if type(solver) not in (ProxGD, FISTA) or prior.learnable or prior.opaque or not isinstance(operator, LinearMap):
+        return None
+    weight = operator.weight
+    if operator.diagonal is not None or product_dtype(weight) != working_dtype(weight.dtype):
+        return None
+    if path_for(solver, operator, math.prod(shape[:-1]), sampling=False) != "gram":
+        return None
+    with torch.no_grad():
+        return symmetric_product(weight.detach())
 
 
 def solve_unrolled(
@@ -101,14 +131,23 @@ def solve_unrolled(
     """
     operator = problem.operator.folded()
     c = problem.first(problem.step)
+    again = solver.config.iters - 1
+    few_rows = regrouped = False
+    images = again
+    if path == "two_step" and solver.memory == "auto":
+        images = images_kept(solver.config.iters, problem.input.shape, c.shape)
+    if path == "two_step" and isinstance(operator, LinearMap):
+        (n2, n1), batch = operator.weight.shape, math.prod(c.shape[:-1])
+        few_rows, regrouped = again * batch < n2, regroups((again - images) * batch, n1, n2)
     rule = Rule(
-        map=Map(operator, problem.lam, problem.product_dtype),
+        map=Map(operator, problem.lam, problem.product_dtype, few_rows, regrouped),
         path=path,
         prior=problem.prior,
         unit=problem.formulation == "normalized",
         iterations=solver.config.iters,
         momentum=isinstance(solver, FISTA),
         low=solver.low_memory,
+        images=images,
     )
     rate = problem.smoothness.reciprocal()
     if torch.is_grad_enabled() and (c.requires_grad or operator.weight.requires_grad):
@@ -137,14 +176,13 @@ def _iterate(
         made = products(rule.map, weight, rate, rule.path, gram, matrix)
         flat = _flattened(c, rule)
         v, before, ahead, theta = flat, None, None, None
-        for _ in range(rule.iterations - 1):
+        for iteration in range(rule.iterations - 1):
             # Where nothing else has seen v, and only its value is kept, memory is used again.
             fresh = v is not flat and prior.slope_from_value and not torch.is_grad_enabled()
             x = prior.prox_(v, step) if fresh else prior.prox(v, step)
             y = x
-            if keep:
-                # The identity returns what it was given, and an input cannot be an output, too.
-                iterates.append(x.clone() if x is flat else x)
+            if keep and iteration > 0:
+                iterates.append(x)
                 if not prior.slope_from_value:
                     slopes.append(prior.derivative(v, step) if prior.separable else v)
             if rule.momentum:
@@ -163,7 +201,7 @@ def _iterate(
                         momenta.append(momentum)
                 before, ahead = x, y
             v, z = made.advance(y, flat)
-            if keep and z is not None:
+            if keep and z is not None and iteration < rule.images:
                 images.append(z)
     kept = Kept(tuple(iterates), tuple(slopes), tuple(images), tuple(momenta), made.matrix)
     return unflattened(v, c.shape), kept
@@ -205,57 +243,70 @@ class _Unrolled(torch.autograd.Function):
         if grad is None:
             return None, None, None, None, None
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # A derivative of this gradient is going to be taken.
+            # A derivative of this gradient is going to be taken. As views: c was computed from the weight, and what
+            # reaches the weight through c is not asked for here.
+            c, weight = c.view_as(c), weight.view_as(weight)
             live = [one for one, needed in ((c, needs_c), (weight, needs_weight)) if needed]
-            v = _iterate(c, weight, rate, gram, rule, keep=False)[0]
+            v = _iterate(c, weight, rate, None if needs_weight else gram, rule, keep=False)[0]
             found = iter(torch.autograd.grad(v, live, grad, create_graph=True))
             return next(found) if needs_c else None, next(found) if needs_weight else None, None, None, None
         kept = _split(rest, rule, matrix)
         if rule.low:
             kept = _iterate(c, weight, rate, gram, rule, keep=True, matrix=matrix)[1]
         with autocast_off(c.device):
-            dc, dweight = _backward(_flattened(grad, rule), weight, rate, rule, kept, needs_weight)
+            flat = _flattened(grad, rule)
+            dc, dweight = _backward(flat, _flattened(c, rule), weight, rate, rule, kept, needs_weight)
         return dc.reshape(c.shape) if needs_c else None, dweight, None, None, None
+
+
+# torch looks the arguments up in every call, which takes as long as a few small products.
+_Unrolled.forward.__signature__ = inspect.signature(_Unrolled.forward)  # type: ignore[attr-defined]
 
 
 def _split(rest: list[Tensor], rule: Rule, matrix: Tensor | None) -> Kept:
     again = rule.iterations - 1
 
-    def take(stored: bool) -> tuple[Tensor, ...]:
+    def take(count: int) -> tuple[Tensor, ...]:
         nonlocal rest
-        taken, rest = rest[: again * stored], rest[again * stored :]
+        taken, rest = rest[:count], rest[count:]
         return tuple(taken)
 
-    iterates, slopes, images = take(True), take(not rule.prior.slope_from_value), take(rule.path == "two_step")
+    iterates = take(again - 1)
+    slopes = take(0 if rule.prior.slope_from_value else again - 1)
+    images = take(rule.images if rule.path == "two_step" else 0)
     return Kept(iterates, slopes, images, tuple(rest), matrix)
 
 
 def _backward(
-    grad: Tensor, weight: Tensor, rate: Tensor, rule: Rule, kept: Kept, needs_weight: bool
+    grad: Tensor, c: Tensor, weight: Tensor, rate: Tensor, rule: Rule, kept: Kept, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the gradients of ``c`` and of the weight."""
     made = products(rule.map, weight, rate, rule.path, matrix=kept.matrix)
-    prior, iterates = rule.prior, kept.iterates
+    prior, momenta = rule.prior, kept.momenta
     step: Step = 1.0 if rule.unit else rate
+    iterates = (prior.prox(c, step), *kept.iterates)
+    slopes: tuple[Tensor, ...] = ()
+    if not prior.slope_from_value:
+        slopes = (prior.derivative(c, step) if prior.separable else c, *kept.slopes)
     incoming = total = grad
     later = None
     for k in range(rule.iterations - 2, -1, -1):
         # The first iteration has no momentum.
-        momentum = kept.momenta[k - 1] if kept.momenta and k > 0 else None
+        momentum = momenta[k - 1] if momenta and k > 0 else None
         dy, h = made.pull(grad)
         if needs_weight:
             y = iterates[k] if momentum is None else iterates[k] + momentum * (iterates[k] - iterates[k - 1])
-            made.collect(grad, y, kept.images[k] if kept.images else None, h)
+            made.collect(grad, y, kept.images[k] if k < len(kept.images) else None, h)
         dx = dy if momentum is None else dy + momentum * dy
         if later is not None:
             dx = dx - later
         later = None if momentum is None else momentum * dy
-        if not kept.slopes:
+        if not slopes:
             grad = prior.vjp(iterates[k], step, dx)
         elif prior.separable:
-            grad = kept.slopes[k] * dx
+            grad = slopes[k] * dx
         else:
-            grad = prior.vjp(kept.slopes[k], step, dx)
+            grad = prior.vjp(slopes[k], step, dx)
         # In place from the second one on: the first is not ours to write to.
         total = total + grad if total is incoming else total.add_(grad)
     return total, made.weight_gradient() if needs_weight else None

@@ -3,6 +3,7 @@
 from solver_plugins.operators.base import LinearOperator
 from solver_plugins.operators.build import operator_for, operator_from_kernel
 from solver_plugins.operators.conv import ConvMap
+from solver_plugins.operators.eager import is_eager
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.layers import Reader, geometry_of, kernel_of, read_layer, reader_for, register_layer
 from solver_plugins.operators.linear import LinearMap
@@ -13,14 +14,14 @@ from solver_plugins.operators.sampling import (
     importance_mask,
     importance_weights,
     inclusion_probabilities,
-    largest,
     tau_nice_indices,
     tau_nice_mask,
+    tau_nice_masks,
     tau_of,
     uniform,
 )
 from solver_plugins.operators.standardized import standardized
-from solver_plugins.operators.tracking import power_step, power_steps, start_vectors
+from solver_plugins.operators.tracking import WarmSteps, power_step, power_steps, start_vectors, warm_steps
 
 __all__ = [
     "ConvMap",
@@ -28,14 +29,15 @@ __all__ = [
     "LinearMap",
     "LinearOperator",
     "Reader",
+    "WarmSteps",
     "autocast_off",
     "expected_smoothness",
     "geometry_of",
     "importance_mask",
     "importance_weights",
     "inclusion_probabilities",
+    "is_eager",
     "kernel_of",
-    "largest",
     "lipschitz_constant",
     "lipschitz_from_kernel",
     "match_dtype",
@@ -52,6 +54,8 @@ __all__ = [
     "start_vectors",
     "tau_nice_indices",
     "tau_nice_mask",
+    "tau_nice_masks",
     "tau_of",
     "uniform",
+    "warm_steps",
 ]

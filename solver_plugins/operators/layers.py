@@ -17,6 +17,9 @@ Reader = Callable[[nn.Module], tuple[Tensor, Geometry]]
 
 LAYERS: Registry[Reader] = Registry("layer")
 
+_MATRIX = Geometry()
+"""That of every matrix: layers are read in each forward pass."""
+
 SUPPORTED = (
     "torch.nn.Linear, torch.nn.Conv1d/Conv2d/Conv3d, timm's Conv2dSame and StdConv2d, transformers' Conv1D and "
     "WeightStandardizedConv2d, and subclasses of these that keep their forward"
@@ -108,13 +111,13 @@ def _qualified_name(layer_class: type) -> str:
 def _read_linear(layer: nn.Module) -> tuple[Tensor, Geometry]:
     """A matrix in torch's layout."""
     linear: nn.Linear = layer  # type: ignore[assignment]
-    return linear.weight, Geometry()
+    return linear.weight, _MATRIX
 
 
 def _read_transposed(layer: nn.Module) -> tuple[Tensor, Geometry]:
     """A matrix stored as ``[n1, n2]``."""
     linear: nn.Linear = layer  # type: ignore[assignment]
-    return linear.weight.t(), Geometry()
+    return linear.weight.t(), _MATRIX
 
 
 def _read_conv(layer: nn.Module) -> tuple[Tensor, Geometry]:

@@ -48,6 +48,6 @@ def check_diagonal(diagonal: Tensor | None, features: int) -> None:
 
 def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Returns a context in which autocast lowers no precision; devices that have no autocast need none."""
-    if torch.amp.is_autocast_available(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

@@ -5,12 +5,16 @@ depend on the input size. It is a *lower* bound on the supremum: use the ratio t
 refresh, or multiply by a margin. Cosine and sine parts are kept apart: no complex dtypes, which compilers do not like.
 """
 
+import functools
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from solver_plugins.operators.eager import is_eager
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.precision import autocast_off, scaled_kernel
 from solver_plugins.operators.symbol import frequencies, polyphase, tap_positions
@@ -84,6 +88,99 @@ def power_steps(
     return quotients, results
 
 
+Number = float | Tensor
+
+
+class WarmSteps(NamedTuple):
+    """What three power steps found: 0-d tensors, or numbers where looking at them costs nothing.
+
+    Attributes:
+        quotients: Of the three steps.
+        largest: The largest diagonal entry of ``A A^T``: a lower bound that no stale vector can miss.
+        vectors: Those that the third step started from: a step from them gives its quotient again. Of a matrix only
+            the real part, which is all there is.
+    """
+
+    quotients: tuple[Number, Number, Number]
+    largest: Number
+    vectors: Tensor
+
+
+@torch.no_grad()
+def warm_steps(
+    kernel: Tensor,
+    geometry: Geometry,
+    vectors: Tensor,
+    share: float,
+    diagonal: Tensor | None = None,
+    gram: Tensor | None = None,
+) -> WarmSteps:
+    """Takes three power steps, with a generic direction mixed in; arguments as in :func:`power_steps`.
+
+    Args:
+        kernel: ``[n2, n1/groups, *k]``.
+        geometry: Stride, dilation and groups matter; padding does not.
+        vectors: From :func:`start_vectors` or an earlier step, of length one.
+        share: How much of a generic direction is mixed in.
+        diagonal: Follows ``diag(d) A`` instead.
+        gram: ``A A^T``, where it is known: for a matrix only, and without a diagonal.
+    """
+    with autocast_off(kernel.device):
+        scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
+        if math.prod(kernel.shape[2:]) == 1 and geometry.groups == 1:
+            take = _matrix_steps_at_once if is_eager(kernel.device) and type(scaled) is Tensor else _matrix_steps
+            return take(scaled.flatten(1), vectors, share, gram)
+        quotients, results = power_steps(scaled, geometry, vectors, 3, share=share)
+        largest = torch.linalg.vector_norm(scaled.flatten(1), dim=1).amax().square()
+    return WarmSteps((quotients[0], quotients[1], quotients[2]), largest, results[1])
+
+
+def _matrix_steps(matrix: Tensor, vectors: Tensor, share: float, gram: Tensor | None) -> WarmSteps:
+    """Takes the steps in few operations, and none that looks at a value."""
+    tiny, v = torch.finfo(vectors.dtype).tiny, vectors[0, 0, :, 0]
+    norm = torch.linalg.vector_norm
+    largest = norm(matrix, dim=1).amax().square() if gram is None else gram.diagonal().amax()
+    # Steps with A A^T over its largest entry neither overflow nor vanish, so that no vector is scaled between them.
+    inverse = largest.clamp_min(tiny).reciprocal()
+
+    def step(x: Tensor) -> Tensor:
+        if gram is not None:
+            return (gram @ x).mul_(inverse)
+        return matrix @ (x @ matrix).mul_(inverse)
+
+    one = step(v)
+    two = step(one)
+    first, second = norm(one), norm(two)
+    generic = _generic(torch.stack([v, torch.zeros_like(v)], -1)[None, None], real=True)[:, 0]
+    mixed = two / second.clamp_min(tiny) + share * generic
+    mixed = mixed / norm(mixed)
+    third = norm(step(mixed))
+    quotients = first * largest, second / first.clamp_min(tiny) * largest, third * largest
+    return WarmSteps(quotients, largest, mixed[None, None, :, None])
+
+
+def _matrix_steps_at_once(matrix: Tensor, vectors: Tensor, share: float, gram: Tensor | None) -> WarmSteps:
+    """Does the same with numbers, in fewer operations yet: a small layer takes longer to call than to multiply."""
+    tiny, v = torch.finfo(vectors.dtype).tiny, vectors[0, 0, :, 0]
+    norm = torch.linalg.vector_norm
+    largest = float(norm(matrix, dim=1).amax()) ** 2 if gram is None else float(gram.diagonal().amax())
+    inverse = 1 / max(largest, tiny)
+
+    def step(x: Tensor) -> Tensor:
+        if gram is not None:
+            return (gram @ x).mul_(inverse)
+        return matrix @ (x @ matrix).mul_(inverse)
+
+    one = step(v)
+    two = step(one)
+    first, second = float(norm(one)), float(norm(two))
+    mixed = torch.add(_generic_share(len(v), v.dtype, share), two, alpha=1 / max(second, tiny))
+    mixed.mul_(1 / float(norm(mixed)))
+    third = float(norm(step(mixed)))
+    quotients = first * largest, second / max(first, tiny) * largest, third * largest
+    return WarmSteps(quotients, largest, mixed[None, None, :, None])
+
+
 @dataclass(frozen=True)
 class _Symbol:
     """The polyphase symbol ``P = C - i S`` at the grid's frequencies, in real arithmetic.
@@ -152,6 +249,15 @@ class _Symbol:
         real, imaginary = (rows.flip(-2) @ sin).unbind(-2)
         turned = [-real, imaginary] if adjoint else [real, -imaginary]
         return (straight + torch.stack(turned, -2)).mT
+
+
+@functools.lru_cache(maxsize=256)
+def _generic_share(count: int, dtype: torch.dtype, share: float) -> Tensor:
+    """Returns a share of :func:`_generic` for a real vector, on the CPU; computed once for each length."""
+    # Not an inference tensor, which could not be used outside of that mode.
+    with torch.inference_mode(False):
+        vectors = torch.empty(1, 1, count, 2, dtype=dtype, device="cpu")
+        return share * _generic(vectors, real=True)[:, 0]
 
 
 def _generic(vectors: Tensor, real: bool) -> Tensor:

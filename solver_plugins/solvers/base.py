@@ -14,7 +14,7 @@ from torch import Tensor
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError
-from solver_plugins.operators import LinearOperator, largest, tau_nice_indices, tau_nice_mask, tau_of, uniform
+from solver_plugins.operators import LinearOperator, tau_nice_indices, tau_nice_mask, tau_nice_masks, tau_of
 from solver_plugins.prox import Prior
 from solver_plugins.prox.base import Step
 from solver_plugins.solvers.problem import BlockProblem, Formulation
@@ -61,8 +61,10 @@ class DeterministicConfig(SolverConfig):
 class KernelConfig(DeterministicConfig):
     """Options of the deterministic solvers whose backward pass is written by hand."""
 
-    memory: Literal["full", "low"] = pydantic.Field(
-        "full", description="'low' keeps no iterates for the backward pass and computes them again there."
+    memory: Literal["auto", "full", "low"] = pydantic.Field(
+        "auto",
+        description="'auto' keeps the iterates for the backward pass, and A^T x where that fits; 'full' keeps all of "
+        "that, 'low' nothing: what is not kept is computed again.",
     )
 
     @pydantic.model_validator(mode="after")
@@ -146,6 +148,7 @@ class Solver(abc.ABC):
         implicit: Whether gradients are those of the minimiser instead of the iterations.
         samples_in_evaluation: Whether evaluation is stochastic, too.
         path: Which path of :mod:`solver_plugins.solvers.paths` is asked for; None where there is no choice.
+        memory: What is kept for a backward pass.
         low_memory: Whether the backward pass computes iterates again.
         shares_sample: Whether the whole batch shares one sample.
         uniform: Whether all features are equally likely to be sampled.
@@ -163,7 +166,8 @@ class Solver(abc.ABC):
         self.samples_in_evaluation = getattr(config, "eval_mode", "deterministic") == "stochastic"
         # Read here: a compiler cannot follow pydantic to a field that may be missing.
         self.path: str | None = getattr(config, "path", None)
-        self.low_memory = getattr(config, "memory", "full") == "low"
+        self.memory: str = getattr(config, "memory", "full")
+        self.low_memory = self.memory == "low"
         self.shares_sample = not getattr(config, "per_sample", True)
         self.uniform = getattr(config, "sampling", "uniform") == "uniform"
 
@@ -265,15 +269,16 @@ class SamplingSolver(Solver):
             problem: The problem.
             tau: How many features are drawn.
             iterations: How many samples there are.
-            draws: Where random numbers come from. On the CPU they are those that :meth:`uniform_mask` would use.
+            draws: Where random numbers come from. On the CPU the samples are those of :meth:`uniform_mask`.
             indices: Whether to return indices, shape ``(iterations, tau)``, of samples that the batch shares; else
                 masks, which broadcast along the features of the input.
         """
         operator, device = problem.operator, problem.input.device
         if indices:
             return tau_nice_indices(iterations, operator.in_features, tau, device=device, generator=draws.generator)
-        shape = (iterations, *self.batch_shape(problem.input, operator), operator.in_features)
-        return operator.per_feature(largest(uniform(shape, device, torch.float32, draws.generator), tau))
+        shape, source = self.batch_shape(problem.input, operator), draws.generator
+        masks = tau_nice_masks(iterations, shape, operator.in_features, tau, device=device, generator=source)
+        return operator.per_feature(masks)
 
     def uniform_mask(self, like: Tensor, features: int, tau: int, operator: LinearOperator, draws: Draws) -> Tensor:
         """Draws a tau-nice 0/1 mask (Definition 3.1) that broadcasts along the features of ``like``."""

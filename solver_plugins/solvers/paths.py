@@ -14,6 +14,7 @@ the Gram matrix itself; one rule serves evaluation and training, so that both co
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +23,12 @@ from solver_plugins.solvers.base import SamplingSolver, Solver
 
 Path = Literal["loop", "two_step", "gram", "masked", "columns"]
 """How iterates are computed; ``loop`` is the iteration as it is written, differentiated by autograd."""
+
+KEPT_WHOLE = 10
+"""Up to so many iterations a backward pass may keep everything."""
+KEPT_SHARE = 1.09
+"""With more of them it keeps so many numbers per iteration and output, if ten whole iterations are no more. With what
+little else there is, 1.1."""
 
 GATHERING = 24
 """Multiply-adds in the time that it takes to gather one weight, and to add its gradient where it came from."""
@@ -78,6 +85,29 @@ def multiply_adds(path: Path, size: SolveSize) -> int:
     if path == "columns" and size.tau is not None:
         return again * (2 * size.batch * size.tau * n2 + GATHERING * size.tau * n2)
     return 2 * again * size.batch * n1 * n2
+
+
+def images_kept(iterations: int, input: Sequence[int], output: Sequence[int]) -> int:
+    """Returns of how many iterations ``A^T x`` is kept beside the iterates, for a backward pass that uses it.
+
+    As many as fit into ten whole iterations, or into 1.1 outputs for each iteration, whichever is more.
+
+    Args:
+        iterations: ``T``; one output less is kept.
+        input: The shape of the input, and so of ``A^T x``.
+        output: The shape of the output.
+    """
+    again = iterations - 1
+    if iterations <= KEPT_WHOLE:
+        return again
+    image, iterate = math.prod(input), math.prod(output)
+    budget = max(KEPT_SHARE * iterations * iterate, KEPT_WHOLE * (iterate + image))
+    return min(again, int((budget - again * iterate) / image))
+
+
+def regroups(rows: int, inputs: int, outputs: int) -> bool:
+    """Whether ``(sum_k G_k x_k^T) A`` takes fewer multiply-adds than ``A^T x_k``, and two products, for each row."""
+    return outputs * (rows + inputs) < 3 * rows * inputs
 
 
 def gram_from(size: SolveSize) -> int | None:

@@ -53,9 +53,15 @@ class ProxSGConfig(RateConfig):
 
 @dataclass(frozen=True)
 class SampledState(State):
-    """A :class:`State` with the inclusion probabilities of an importance sampling (None: uniform)."""
+    """A :class:`State` of an importance sampling, with what later iterations use again (None: uniform).
+
+    Attributes:
+        probabilities: The inclusion probabilities of the last sample.
+        norms: ``|a_i|^2`` in the working precision.
+    """
 
     probabilities: Tensor | None
+    norms: Tensor | None
 
 
 @register_solver
@@ -93,17 +99,21 @@ class ProxSG(SamplingSolver):
         self, problem: BlockProblem, state: SampledState | None, iteration: int, draws: Draws | None
     ) -> SampledState:
         x = None if state is None else self.value(problem, state)
-        probabilities = None if state is None else state.probabilities
+        probabilities, norms = (None, None) if state is None else (state.probabilities, state.norms)
         step = self.step_at(problem, iteration)
         features = problem.operator.in_features
         tau = self.tau(features)
         if draws is None or tau == features:
             gradient = problem.gradient(x)
         else:
-            if self.config.sampling == "gradient" or (self.config.sampling == "lipschitz" and probabilities is None):
-                probabilities = self._probabilities(problem, x, tau)
+            if norms is None and self.config.sampling != "uniform":
+                # Once per solve: those of a convolution take longer than an iteration.
+                with torch.no_grad():
+                    norms = problem.operator.column_norms_sq().to(problem.dtype)
+            if norms is not None and (probabilities is None or self.config.sampling == "gradient"):
+                probabilities = self._probabilities(problem, x, tau, norms)
             gradient = problem.sampled_gradient(x, self._weights(problem, probabilities, tau, draws))
-        return SampledState(problem.descend(x, gradient, step), step, probabilities)
+        return SampledState(problem.descend(x, gradient, step), step, probabilities, norms)
 
     def _weights(self, problem: BlockProblem, probabilities: Tensor | None, tau: int, draws: Draws) -> Tensor:
         """Draws a sample and returns its weights, of mean one, shaped like the input's features."""
@@ -114,10 +124,9 @@ class ProxSG(SamplingSolver):
         return operator.per_feature(importance_weights(mask, probabilities).to(u.dtype))
 
     @torch.no_grad()
-    def _probabilities(self, problem: BlockProblem, x: Tensor | None, tau: int) -> Tensor:
+    def _probabilities(self, problem: BlockProblem, x: Tensor | None, tau: int, norms: Tensor) -> Tensor:
         """Returns inclusion probabilities in the working precision, one row per draw."""
         operator, u = problem.operator, problem.input
-        norms = operator.column_norms_sq().to(problem.dtype)
         if self.config.sampling == "lipschitz":
             return inclusion_probabilities(norms, tau).expand(*self.batch_shape(u, operator), -1)
         # |grad f_i(x)| ~ |a_i| |a_i^T x - u_i|, half uniform.

@@ -10,6 +10,7 @@ from torch.autograd import gradgradcheck
 from solver_plugins import SolverConv2d, SolverLinear
 from solver_plugins.blocks import solve_layer
 from solver_plugins.operators import Geometry
+from solver_plugins.solvers.paths import images_kept, regroups
 from tests.gradients.test_unrolled import OPERATORS
 
 F64 = torch.float64
@@ -52,6 +53,24 @@ def test_every_operator(solver, operator, path, memory):
     options = {"activation": "relu", "solver": solver, "iters": 6, "lam": 0.1}
     assert_same(
         value_and_gradients(path, geometry, given, memory=memory, **options),
+        value_and_gradients("loop", geometry, given, **options),
+    )
+
+
+@pytest.mark.parametrize("prior", ["relu", "tanh"])
+@pytest.mark.parametrize("solver", ["proxgd", "fista"])
+@pytest.mark.parametrize(("inputs", "outputs", "batch", "kernel"), [(6, 5, 40, ()), (6, 30, 2, ()), (4, 3, 2, (3,))])
+def test_images_that_are_not_kept(inputs, outputs, batch, kernel, solver, prior):
+    """By the summed outer products, and computed again; of a convolution always so."""
+    size, geometry = (5,) * len(kernel), Geometry.for_conv(kernel, padding=1) if kernel else Geometry()
+    kept, again = images_kept(14, (batch, inputs, *size), (batch, outputs, *size)), 13
+    assert kept < again and regroups((again - kept) * batch, inputs, outputs) == (batch == 40 or bool(kernel))
+    generator = torch.Generator().manual_seed(0)
+    shapes = (batch, inputs, *size), (outputs, inputs, *kernel), (outputs,)
+    given = [torch.randn(shape, dtype=F64, generator=generator) for shape in shapes]
+    options = {"activation": PRIORS[prior], "solver": solver, "iters": 14, "lam": 0.1}
+    assert_same(
+        value_and_gradients("two_step", geometry, given, memory="auto", **options),
         value_and_gradients("loop", geometry, given, **options),
     )
 
@@ -218,6 +237,22 @@ def test_transforms(solver):
     torch.testing.assert_close(tangent, jacobian.sum((-2, -1)), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("solver", ["proxgd", "fista", "proxsg"])
+def test_recorded_gradients_of_a_block_whose_input_depends_on_its_weight(solver):
+    """First derivatives, too: what reaches the weight through the input is counted once."""
+    torch.manual_seed(0)
+    u, layer = torch.randn(30, 5, dtype=F64), nn.Linear(5, 5, dtype=F64)
+    found = []
+    for path in ("loop", "masked") if solver == "proxsg" else ("loop", "two_step", "gram"):
+        torch.manual_seed(1)
+        block = SolverLinear.from_linear(layer, "relu", solver=solver, iters=4, path=path)
+        loss = block(torch.relu(block(u))).square().sum()
+        (grad,) = torch.autograd.grad(loss, layer.weight, create_graph=True)
+        found.append([grad.detach(), *torch.autograd.grad(grad.square().sum(), [layer.weight, layer.bias])])
+    for one in found[1:]:
+        assert_same(one, found[0])
+
+
 def saved_bytes(**options):
     """Bytes that one training forward keeps beyond its inputs."""
     u, weight = torch.randn(64, 40, requires_grad=True), torch.randn(30, 40, requires_grad=True)
@@ -237,7 +272,11 @@ def saved_bytes(**options):
 def test_memory(solver):
     """At most 1.1 iterates each for a Gram matrix; as much for two iterations as for thirty where memory is low."""
     one, matrix = 64 * 30 * 4, 30 * 30 * 4
-    assert saved_bytes(solver=solver, iters=30, path="gram") <= 1.1 * 30 * one
+    for path in ("gram", "two_step"):
+        # One momentum for each sample is a thirtieth of an iterate here.
+        momenta = 30 * 64 * 4 if solver == "fista" else 0
+        assert saved_bytes(solver=solver, iters=30, path=path) <= 1.1 * 30 * one + momenta
+    assert saved_bytes(solver=solver, iters=30, path="two_step", memory="full") > 2 * 30 * one
     low = {saved_bytes(solver=solver, iters=iters, memory="low") for iters in (3, 30)}
     assert len(low) == 1 and low.pop() <= 1.1 * one + matrix
 

@@ -14,9 +14,12 @@ from solver_plugins.operators import (
     importance_mask,
     importance_weights,
     inclusion_probabilities,
+    tau_nice_indices,
     tau_nice_mask,
+    tau_nice_masks,
     tau_of,
 )
+from solver_plugins.operators.sampling import _fill_with_sets
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -178,3 +181,37 @@ def test_compiles_without_graph_breaks():
 def test_counts_survive_many_features():
     pi = inclusion_probabilities(torch.from_numpy(np.random.default_rng(0).pareto(1.0, 5000)).float(), 2500)
     assert (importance_mask(pi.expand(20, -1), generator=generator()).sum(-1) == 2500).all()
+
+
+@pytest.mark.parametrize("batch", [(), (3, 4)])
+def test_many_samples_in_one_call_are_those_of_many_calls(batch):
+    one, each = generator(5), generator(5)
+    masks = tau_nice_masks(6, batch, 9, 4, generator=one)
+    assert masks.dtype == torch.uint8 and masks.shape == (6, *batch, 9)
+    assert torch.equal(masks.float(), torch.stack([tau_nice_mask(batch, 9, 4, generator=each) for _ in range(6)]))
+    assert torch.equal(torch.rand(1, generator=one), torch.rand(1, generator=each))
+    if not batch:
+        indices = tau_nice_indices(6, 9, 4, generator=generator(5))
+        assert torch.equal(masks, torch.zeros_like(masks).scatter(-1, indices, 1))
+
+
+def test_equal_keys_are_drawn_again():
+    """Keys of two values only: nearly all rows have ties, and every set is still as likely as any other."""
+
+    class Coarse(np.random.SFC64):
+        def random_raw(self, size):
+            return super().random_raw(size) & np.uint64(0x0000000300000003)
+
+    mask = np.empty((30000, 5), np.bool_)
+    _fill_with_sets(mask, 2, Coarse(1))
+    assert (mask.sum(-1) == 2).all()
+    counts = np.bincount(mask @ 2 ** np.arange(5), minlength=32)
+    assert scipy.stats.chisquare(counts[counts > 0]).pvalue > 1e-3 and (counts > 0).sum() == math.comb(5, 2)
+
+
+def test_without_numpy_the_count_is_exact_too():
+    """Under a transform, and in a compiled graph, the sets are those of the largest uniform numbers."""
+    masks = torch.func.vmap(lambda _: tau_nice_masks(3, (5,), 8, 3), randomness="different")(torch.zeros(4))
+    assert masks.shape == (4, 3, 5, 8) and (masks.sum(-1) == 3).all() and not torch.equal(masks[0], masks[1])
+    indices = torch.func.vmap(lambda _: tau_nice_indices(3, 8, 3), randomness="different")(torch.zeros(4))
+    assert (indices.sort(-1).values.diff(dim=-1) > 0).all()

@@ -11,7 +11,9 @@ from solver_plugins.operators import (
     lipschitz_from_kernel,
     power_step,
     start_vectors,
+    warm_steps,
 )
+from solver_plugins.operators.tracking import _matrix_steps, _matrix_steps_at_once
 from tests.operators.references import fine_supremum, random_conv
 
 
@@ -160,3 +162,32 @@ def test_stays_below_the_certified_bound_while_weights_drift():
         estimate, vectors = power_step(weight, geometry, vectors)
     supremum = float(lipschitz_from_kernel(weight, geometry, tolerance=0.02))
     assert 0.7 * supremum <= float(estimate) <= supremum
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def test_warm_steps_of_a_matrix(scale):
+    """Two clean steps and one from a mixed vector, with numbers or without, with the Gram matrix or without."""
+    weight = scale * torch.randn(7, 5, dtype=torch.float64)
+    gram = weight @ weight.T
+    start = start_vectors(weight, Geometry())
+    # The start is of length one in float32 only.
+    start = start / start.norm()
+    found = [
+        take(weight, start, 0.02, matrix) for take in (_matrix_steps, _matrix_steps_at_once) for matrix in (None, gram)
+    ]
+    first, v = power_step(weight, Geometry(), start)
+    second, v = power_step(weight, Geometry(), v)
+    for steps in found:
+        quotients = [float(one) for one in steps.quotients]
+        assert quotients[:2] == pytest.approx([float(first), float(second)], rel=1e-9)
+        assert float(steps.largest) == pytest.approx(float(gram.diagonal().amax()))
+        mixed = steps.vectors[0, 0, :, 0]
+        assert float(mixed.norm()) == pytest.approx(1)
+        assert 0 < float((mixed - v[0, 0, :, 0]).norm()) < 0.04
+        assert quotients[2] == pytest.approx(float((gram @ mixed).norm()), rel=1e-9)
+
+
+def test_warm_steps_of_weights_of_zero():
+    weight = torch.zeros(4, 3)
+    steps = warm_steps(weight, Geometry(), start_vectors(weight, Geometry()), 0.02)
+    assert [*map(float, steps.quotients), float(steps.largest)] == [0, 0, 0, 0] and torch.isfinite(steps.vectors).all()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from solver_plugins import lipschitz_constant, list_solvers, solver_conv2d, solver_linear
-from solver_plugins.operators import Geometry, operator_from_kernel, tau_nice_mask
+from solver_plugins.operators import ConvMap, Geometry, operator_from_kernel, tau_nice_mask
 from solver_plugins.prox import prox_for
 from solver_plugins.solvers import BlockProblem
 from tests.solvers.cases import CASES
@@ -147,7 +147,7 @@ def test_importance_sampling_is_unbiased_and_has_an_exact_count(sampling):
     problem = problem_for(weight, torch.zeros(4, dtype=F64), u)
     solver = ProxSG.from_options(p=0.5, sampling=sampling)
     x = torch.rand(4, dtype=F64).expand(repeats, 4)
-    probabilities = solver._probabilities(problem, x, tau)
+    probabilities = solver._probabilities(problem, x, tau, problem.operator.column_norms_sq())
     weights = solver._weights(problem, probabilities, tau, Draws(torch.Generator().manual_seed(0)))
     assert ((weights > 0).sum(-1) == tau).all()
     mean, error = weights.mean(0), weights.std(0) / repeats**0.5
@@ -206,3 +206,12 @@ def test_no_sample_depends_on_its_neighbours(name):
     together = solver_linear(u, weight, bias, **keywords)
     alone = torch.stack([torch.stack([solver_linear(row, weight, bias, **keywords) for row in sample]) for sample in u])
     torch.testing.assert_close(together, alone, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("sampling", ["lipschitz", "gradient"])
+def test_column_norms_are_computed_once_per_solve(sampling, monkeypatch):
+    calls, compute = [], ConvMap.column_norms_sq
+    monkeypatch.setattr(ConvMap, "column_norms_sq", lambda self: calls.append(1) or compute(self))
+    u, weight = torch.randn(2, 4, 5, 5, dtype=F64), torch.randn(3, 4, 3, 3, dtype=F64)
+    solver_conv2d(u, weight, activation="relu", solver="proxsg", iters=5, sampling=sampling, lipschitz=50.0)
+    assert len(calls) == 1

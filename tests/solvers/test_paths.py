@@ -10,7 +10,16 @@ from solver_plugins import solver_linear
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import Geometry, operator_from_kernel
 from solver_plugins.registry import SOLVERS
-from solver_plugins.solvers.paths import SolveSize, choose_path, gram_from, multiply_adds, path_for, possible_paths
+from solver_plugins.solvers.paths import (
+    SolveSize,
+    choose_path,
+    gram_from,
+    images_kept,
+    multiply_adds,
+    path_for,
+    possible_paths,
+    regroups,
+)
 
 SWEEP = list(itertools.product((3, 64, 400, 4096), (2, 120, 512, 3072), (1, 128, 1576), (1, 2, 10, 30)))
 
@@ -53,6 +62,24 @@ def test_convolutions_and_samples():
     # Gathering must pay: not for a handful of samples, nor where nearly all columns are drawn.
     assert choose_path(SolveSize(400, 120, 4, 10, tau=200, shared=True)) == "masked"
     assert choose_path(SolveSize(400, 120, 64, 10, tau=390, shared=True)) == "masked"
+
+
+def test_what_is_kept_for_a_backward_pass():
+    """All of ten iterations; then 1.09 outputs each, unless that is less."""
+    for n1, n2 in ((4096, 4096), (768, 3072), (64, 64), (2048, 10)):
+        for iterations in range(2, 60):
+            kept = images_kept(iterations, (8, n1), (8, n2))
+            total = (iterations - 1) * n2 + kept * n1
+            budget = max(1.09 * iterations * n2, 10 * (n1 + n2))
+            assert kept == iterations - 1 if iterations <= 10 else total <= budget
+            assert kept == iterations - 1 or total + n1 > budget
+    assert images_kept(30, (128, 4096), (128, 4096)) == 3
+
+
+def test_regrouping_is_counted():
+    for rows, n1, n2 in itertools.product((0, 1, 128, 4000), (3, 400, 4096), (2, 512, 4096)):
+        summed, again = rows * n2 * n2 + n2 * n2 * n1, 3 * rows * n1 * n2
+        assert regroups(rows, n1, n2) == (summed < again)
 
 
 def path(solver, shape=(120, 400), batch=256, sampling=None, geometry=None, **options):
