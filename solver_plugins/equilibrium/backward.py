@@ -4,6 +4,9 @@ One layer: ``a (I - W^T D W) y = w`` is symmetric and positive definite, so conj
 than any fixed-point iteration. Several layers: ``J`` is not symmetric, and Anderson acceleration, which is GMRES on a
 linear map, does. The residual is checked; where it is too large the gradient of ``iters`` unrolled iterations, taken at
 the fixed point, is used instead, with a warning.
+
+The gradients of weights and offsets by ``y`` need just what the product ``J^T y`` leaves at each layer, so the product
+that confirms the residual of ``y`` also yields them: nothing is recorded in the forward and no further pass is made.
 """
 
 from dataclasses import dataclass
@@ -12,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solver_plugins.equilibrium.problem import Jacobian
-from solver_plugins.equilibrium.solvers import Anderson, EquilibriumConfig, settle
+from solver_plugins.equilibrium.problem import Jacobian, Pull
+from solver_plugins.equilibrium.solvers import Anderson, settle
 from solver_plugins.errors import NotConvergedWarning, warn
 from solver_plugins.gradients import conjugate_gradients
 
@@ -34,16 +37,25 @@ class BackwardReport:
     residual: float | None = None
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _AdjointProblem:
-    """``y -> w + J^T y``, for the solvers of fixed points."""
+    """``y -> w + J^T y``, for the solvers of fixed points; it keeps what the last product left."""
 
     jacobian: Jacobian
     w: Tensor
     dims: tuple[int, ...]
+    pull: Pull | None = None
+
+    @property
+    def channels_last(self) -> bool:
+        return self.jacobian.channels_last
 
     def image(self, y: Tensor | None) -> Tensor:
-        return self.w if y is None else self.w + self.jacobian.transposed(y)
+        self.pull = None  # Before the next one is made: both together would take twice the memory.
+        if y is None:
+            return self.w
+        self.pull = self.jacobian.pull(y)
+        return self.w + self.jacobian.finish(self.pull)
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +63,6 @@ class Adjoint:
     """Solves ``y = w + J^T y``.
 
     Attributes:
-        jacobian: ``J``, detached.
         dims: The dimensions of one problem.
         symmetric: Whether ``J`` is symmetric.
         config: Options of the forward solver.
@@ -59,51 +70,75 @@ class Adjoint:
         label: Whose equilibrium it is, for warnings.
     """
 
-    jacobian: Jacobian
     dims: tuple[int, ...]
     symmetric: bool
     config: Any
     report: BackwardReport
     label: str
 
-    def __call__(self, w: Tensor) -> Tensor:
+    def solve(self, jacobian: Jacobian, w: Tensor) -> Tensor:
         """Returns ``y``."""
         if not w.numel():
             return w
-        w = w.to(self.jacobian.slopes[0].dtype)
-        # Gradients may be of any size, and their squares must not underflow.
-        scale = w.abs().amax(self.dims, keepdim=True)
-        scale = torch.where(scale > 0, scale, 1.0)
-        y, residual, products = self._solve(w / scale)
-        if torch.compiler.is_compiling():
-            return y * scale
-        self.report.products, self.report.residual = products, float(residual.amax())
-        if not self.report.residual <= self.config.implicit_tol:
-            warn(
-                f"{self.label}: the implicit backward reached a relative residual of about "
-                f"{self.report.residual:.0e} in {products} steps, above implicit_tol={self.config.implicit_tol:.0e}; "
-                f"the gradient of {self.config.iters} unrolled iterations is used instead. Raise implicit_iters, or "
-                "lower the norm of W.",
-                NotConvergedWarning,
-            )
-            y = w / scale
-            for _ in range(self.config.iters - 1):
-                y = w / scale + self.jacobian.transposed(y)
+        w, scale = self._scaled(jacobian, w)
+        y, _ = self._checked(jacobian, w)
         return y * scale
 
-    def _solve(self, w: Tensor) -> tuple[Tensor, Tensor, int]:
-        stop = not torch.compiler.is_compiling()
-        if self.symmetric:
-            (unit,), (slope,) = self.jacobian.units, self.jacobian.slopes
-            return conjugate_gradients(
-                lambda y: y - unit.curvature(slope, y),
-                w / self.jacobian.alpha,
-                self.dims,
-                self.config.implicit_iters,
-                tolerance=max(self.config.tol, torch.finfo(w.dtype).eps),
-                stop=stop,
-            )
-        options = EquilibriumConfig(tol=max(self.config.tol, torch.finfo(w.dtype).eps))
-        solver = Anderson(Anderson.Config(window=_WINDOW, **options.model_dump(include={"tol"})))
-        run = settle(solver, _AdjointProblem(self.jacobian, w, self.dims), iters=self.config.implicit_iters, start=w)
-        return run.value, run.residual, run.evaluations
+    def pull(self, jacobian: Jacobian, w: Tensor) -> Pull:
+        """Returns what the product with ``J^T`` leaves at ``y``."""
+        w, scale = self._scaled(jacobian, w)
+        y, pull = self._checked(jacobian, w)
+        if pull is None:
+            return jacobian.pull(y * scale)
+        outer, inner = (tuple(part * scale for part in parts) for parts in (pull.outer, pull.inner))
+        return Pull(outer, inner)
+
+    def _scaled(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Tensor]:
+        # Gradients may be of any size, and their squares must not underflow.
+        order = torch.channels_last if jacobian.channels_last else torch.contiguous_format
+        w = w.to(jacobian.slopes[0].value.dtype, memory_format=order)
+        scale = w.abs().amax(self.dims, keepdim=True)
+        scale = torch.where(scale > 0, scale, 1.0)
+        return w / scale, scale
+
+    def _checked(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Pull | None]:
+        """Returns ``y``, and what the product left there if there was one."""
+        y, pull, residual, products = self._conjugate(jacobian, w) if self.symmetric else self._anderson(jacobian, w)
+        if torch.compiler.is_compiling():
+            return y, pull
+        self.report.products, self.report.residual = products, float(residual.amax())
+        if self.report.residual <= self.config.implicit_tol:
+            return y, pull
+        warn(
+            f"{self.label}: the implicit backward reached a relative residual of about "
+            f"{self.report.residual:.0e} in {products} steps, above implicit_tol={self.config.implicit_tol:.0e}; "
+            f"the gradient of {self.config.iters} unrolled iterations is used instead. Raise implicit_iters, or "
+            "lower the norm of W.",
+            NotConvergedWarning,
+        )
+        y = w
+        for _ in range(self.config.iters - 1):
+            y = w + jacobian.transposed(y)
+        return y, None
+
+    def _conjugate(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, None, Tensor, int]:
+        (unit,), (slope,) = jacobian.units, jacobian.slopes
+        y, residual, products = conjugate_gradients(
+            lambda y: y - unit.curvature(slope, y),
+            w / jacobian.alpha,
+            self.dims,
+            self.config.implicit_iters,
+            tolerance=self._tolerance(w),
+            stop=not torch.compiler.is_compiling(),
+        )
+        return y, None, residual, products
+
+    def _anderson(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Pull | None, Tensor, int]:
+        problem = _AdjointProblem(jacobian, w, self.dims)
+        solver = Anderson(Anderson.Config(window=_WINDOW, tol=self._tolerance(w)))
+        # From zero, where the image is w and costs no product: its difference to the next one counts.
+        run = settle(solver, problem, iters=self.config.implicit_iters + 1)
+        return run.value, problem.pull, run.residual, run.evaluations - 1
+
+    def _tolerance(self, w: Tensor) -> float:
+        return max(float(self.config.tol), torch.finfo(w.dtype).eps)

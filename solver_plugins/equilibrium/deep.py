@@ -3,13 +3,14 @@
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from solver_plugins.equilibrium.backward import Adjoint, BackwardReport
 from solver_plugins.equilibrium.errors import DivergenceError
+from solver_plugins.equilibrium.implicit import with_gradient
 from solver_plugins.equilibrium.layer import OptEqLayer
 from solver_plugins.equilibrium.problem import EquilibriumProblem, Regularization
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer, make_regularizer
@@ -29,7 +30,8 @@ class Equilibrium:
         residual: ``|T(z) - z| / |T(z)|`` at the last point where the map was evaluated.
         iterations: Evaluations of the map until the sample was done.
         contraction: The mean factor per iteration by which ``|T(z) - z|`` changed; below 1 it converges.
-        evaluations: Evaluations of the map, of the whole batch.
+        evaluations: Evaluations of the map, of the whole batch; several layers begin at the value of the last one at
+            zero, a sixth of an evaluation for three of them, which is not counted.
         backward: How the implicit backward went, once it has run.
     """
 
@@ -114,7 +116,12 @@ class DeepOptEq(nn.Module):
         self._check_input(x, rank)
         batch = x.shape[: x.ndim - rank]
         with autocast_off(x.device):
-            problem = self.problem(x.reshape(-1, *x.shape[x.ndim - rank :]))
+            flat = x.reshape(-1, *x.shape[x.ndim - rank :])
+            order = torch.preserve_format
+            if self._turns(flat):
+                order = _order_of(flat)
+                flat = flat.contiguous(memory_format=torch.channels_last)
+            problem = self.problem(flat)
             report = BackwardReport()
             if problem.units[0].offset.numel():
                 value, run = self._run(problem, report)
@@ -122,7 +129,7 @@ class DeepOptEq(nn.Module):
                 value = problem.image(None)
                 none = value.new_zeros(0)
                 run = Run(value, none, none, none, none, 1)
-        value = value.to(x.dtype).reshape(batch + value.shape[1:])
+        value = value.to(x.dtype, memory_format=order).reshape(batch + value.shape[1:])
         count = batch.numel()
         residual, iterations, contraction = (
             tensor.expand(count).reshape(batch) for tensor in (run.residual, run.iterations, run.contraction)
@@ -171,16 +178,33 @@ class DeepOptEq(nn.Module):
             self._inspect(problem, run, expects_convergence=False)
             return run.value, run
         record = torch.is_grad_enabled()
-        run = settle(self.solver, problem, record=record)
+        # Under torch.compile autograd takes care of the weights: a function of our own would have to be traced.
+        explicit = problem.explicit and not torch.compiler.is_compiling()
+        with torch.no_grad():
+            solved = problem.prepared() if explicit else problem
+            start = solved.start()
+        how: Literal["jacobian", "graph"] = "jacobian" if explicit else "graph"
+        run = settle(self.solver, solved, start=start, record=how if record else None)
         converged = self._inspect(problem, run, expects_convergence=True)
         if not record:
             return run.value, run
         if not converged:
             run = unroll(self.solver, problem)
             return run.value, run
-        assert run.jacobian is not None
-        adjoint = Adjoint(run.jacobian, problem.dims, problem.symmetric, config, report, type(self).__name__)
-        return with_adjoint(run.value, adjoint), run
+        jacobian = run.jacobian
+        assert jacobian is not None
+        adjoint = Adjoint(problem.dims, problem.symmetric, config, report, type(self).__name__)
+        if explicit:
+            return with_gradient(run.value, problem, jacobian, adjoint), run
+        return with_adjoint(run.value, lambda w: adjoint.solve(jacobian, w)), run
+
+    def _turns(self, x: Tensor) -> bool:
+        """Whether feature maps are solved for with their channels last, as :meth:`EquilibriumProblem.prepared` says."""
+        if x.ndim != 4 or x.device.type != "cpu" or torch.compiler.is_compiling() or self.regularizer is not None:
+            return False
+        priors = (layer.prior for layer in self._units())
+        config: Any = self.solver.config
+        return config.grad == "implicit" and not any(prior.learnable or prior.opaque for prior in priors)
 
     def _inspect(self, problem: EquilibriumProblem, run: Run, expects_convergence: bool) -> bool:
         """Writes the residual down; raises where the solve diverged; says whether its residual can be trusted."""
@@ -231,6 +255,11 @@ class DeepOptEq(nn.Module):
                 if norm > 1.001:
                     found.append(f"layers.{index} has |W| of {norm:.3g}")
         return f"{', '.join(found)}, and at most 1 is needed. " if found else ""
+
+
+def _order_of(x: Tensor) -> torch.memory_format:
+    last = not x.is_contiguous() and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def project_weights(model: nn.Module) -> dict[str, Tensor]:

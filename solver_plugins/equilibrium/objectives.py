@@ -70,7 +70,7 @@ class _Inversion:
 
     def __init__(self, unit: Unit, z: Tensor, alpha: float):
         self.unit, self.z, self.alpha = unit, z, alpha
-        self.dims = unit.operator.problem_dims
+        self.dims, self.channels_last = unit.operator.problem_dims, False
 
     def image(self, u: Tensor | None) -> Tensor:
         """Returns the next point."""

@@ -1,14 +1,15 @@
 """The fixed-point problem of an equilibrium network, as a pure map of its state."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer
-from solver_plugins.equilibrium.unit import Unit
+from solver_plugins.equilibrium.unit import Slope, Unit
 
 
 class FixedPointProblem(Protocol):
@@ -18,8 +19,27 @@ class FixedPointProblem(Protocol):
     def dims(self) -> tuple[int, ...]:
         """The (negative) dimensions that make up one problem; those in front are a batch of independent ones."""
 
+    @property
+    def channels_last(self) -> bool:
+        """Whether states are a batch of feature maps that lie in memory with their channels last."""
+
     def image(self, z: Tensor | None) -> Tensor:
         """Returns ``T(z)``; None is zero."""
+
+
+def rows_of(problem: FixedPointProblem, z: Tensor) -> Tensor:
+    """Returns states ``[batch, ...]`` with one row per problem, in the order in which they lie in memory: a view."""
+    if problem.channels_last:
+        z = z.permute(0, 2, 3, 1)
+    return z.reshape(z.shape[: z.ndim - len(problem.dims)].numel(), -1)
+
+
+def states_of(problem: FixedPointProblem, rows: Tensor, shape: torch.Size) -> Tensor:
+    """Returns rows as the states of that shape that :func:`rows_of` made them of."""
+    if not problem.channels_last:
+        return rows.reshape(shape)
+    batch, channels, height, width = shape
+    return rows.reshape(batch, height, width, channels).permute(0, 3, 1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,12 +69,14 @@ class EquilibriumProblem:
         alpha: The step ``a`` of all of them.
         appended: A regulariser whose proximal map ``T_R`` follows the layers.
         chosen: A regulariser that SAM chooses among several fixed points by (section 4.2).
+        channels_last: Whether the states lie in memory with their channels last.
     """
 
     units: tuple[Unit, ...]
     alpha: float
     appended: Regularization | None = None
     chosen: Regularization | None = None
+    channels_last: bool = False
 
     @property
     def sample_dims(self) -> tuple[int, ...]:
@@ -76,6 +98,34 @@ class EquilibriumProblem:
         """Whether the Jacobian is symmetric: a single layer with nothing behind it."""
         return len(self.units) == 1 and self.appended is None
 
+    @property
+    def explicit(self) -> bool:
+        """Whether the weights and offsets of the layers are all that the map has a gradient by."""
+        return self.appended is None and not any(unit.prior.learnable or unit.prior.opaque for unit in self.units)
+
+    def prepared(self) -> "EquilibriumProblem":
+        """Returns the same problem for many evaluations, none of which is recorded.
+
+        Feature maps get their channels last, which is the order that convolutions on a CPU compute in: put in once, it
+        is not changed to and fro by each of them.
+        """
+        offset = self.units[0].offset
+        if len(self.sample_dims) != 3 or offset.ndim != 4 or offset.device.type != "cpu":
+            return self
+        units = tuple(unit.channels_last() for unit in self.units)
+        return dataclasses.replace(self, units=units, channels_last=True)
+
+    def start(self) -> Tensor | None:
+        """Returns where to begin: the last layer's value at zero; for a single layer zero itself, as None.
+
+        A composition contracts layer by layer, and this is one layer ahead of zero, for the price of one product with
+        its ``W^T``. A single layer's value at zero is ``T(0)``, the first evaluation.
+        """
+        if len(self.units) == 1:
+            return None
+        z = self.units[-1].step(None, self.alpha)
+        return z if self.appended is None else self.appended.append(z, self.sample_dims)
+
     def image(self, z: Tensor | None) -> Tensor:
         for unit in self.units:
             z = unit.step(z, self.alpha)
@@ -84,9 +134,10 @@ class EquilibriumProblem:
 
     def image_and_jacobian(self, z: Tensor | None) -> "tuple[Tensor, Jacobian]":
         """Returns ``T(z)`` and the Jacobian there, which is not recorded."""
-        slopes = []
+        inputs, slopes = [], []
         for unit in self.units:
-            z, slope = unit.step_and_slope(z, self.alpha)
+            inputs.append(None if z is None else z.detach())
+            z, slope = unit.step_with_slope(z, self.alpha)
             slopes.append(slope)
         assert z is not None
         pull: Callable[[Tensor], Tensor] | None = None
@@ -95,7 +146,21 @@ class EquilibriumProblem:
             _, vjp = torch.func.vjp(lambda at: appended.append(at, dims), z.detach())  # type: ignore[misc]
             pull = lambda y: vjp(y)[0]  # noqa: E731
             z = appended.append(z, dims)
-        return z, Jacobian(tuple(unit.detached() for unit in self.units), self.alpha, tuple(slopes), pull)
+        units = tuple(unit.detached() for unit in self.units)
+        return z, Jacobian(units, self.alpha, tuple(slopes), tuple(inputs), pull, self.channels_last)
+
+
+@dataclass(frozen=True, eq=False)
+class Pull:
+    """What a product ``J^T y`` leaves at each layer; linear in ``y``.
+
+    Attributes:
+        outer: ``g_l``, the gradient of the layer's output.
+        inner: ``D_l W_l g_l``; times the step ``a``, the gradient of ``W_l z + c_l``.
+    """
+
+    outer: tuple[Tensor, ...]
+    inner: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,20 +170,66 @@ class Jacobian:
     Attributes:
         units: The layers, detached.
         alpha: Their step.
-        slopes: ``D_l``.
+        slopes: ``D_l``, with the values ``s_l = s(W_l z_l + c_l)``.
+        inputs: The state ``z_l`` that each layer was given; None is zero.
         appended: ``y -> J_R^T y``.
+        channels_last: Whether all of them lie in memory with their channels last.
     """
 
     units: tuple[Unit, ...]
     alpha: float
-    slopes: tuple[Tensor, ...]
+    slopes: tuple[Slope, ...]
+    inputs: tuple[Tensor | None, ...]
     appended: Callable[[Tensor], Tensor] | None = None
+    channels_last: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """What it knows of the point: for each layer the input, the value and the slope."""
+        parts = zip(self.inputs, self.slopes, strict=True)
+        return tuple(part for z, slope in parts for part in (z, slope.value, slope.derivative))
+
+    def with_tensors(self, tensors: Sequence[Tensor | None]) -> "Jacobian":
+        """Returns the same with other :attr:`tensors`."""
+        values = cast(Sequence[Tensor], tensors[1::3])
+        slopes = tuple(Slope(value, slope) for value, slope in zip(values, tensors[2::3], strict=True))
+        return dataclasses.replace(self, slopes=slopes, inputs=tuple(tensors[::3]))
 
     def transposed(self, y: Tensor) -> Tensor:
         """Returns ``J^T y``."""
+        return self.finish(self.pull(y))
+
+    def pull(self, y: Tensor) -> Pull:
+        """Returns the product ``J^T y`` up to its last factor ``W_1^T``, which :meth:`finish` adds."""
         if self.appended is not None:
             y = self.appended(y)
-        for unit, slope in zip(reversed(self.units), reversed(self.slopes), strict=True):
-            curved = unit.curvature(slope, y)
-            y = curved if self.alpha == 1 else torch.lerp(y, curved, self.alpha)
-        return y
+        outer, inner = [], []
+        for index in reversed(range(len(self.units))):
+            unit = self.units[index]
+            outer.append(y)
+            inner.append(unit.scaled(self.slopes[index], unit.operator.apply(y)))
+            if index:
+                y = self._mixed(y, unit.operator.adjoint(inner[-1]))
+        return Pull(tuple(reversed(outer)), tuple(reversed(inner)))
+
+    def finish(self, pull: Pull) -> Tensor:
+        """Returns ``J^T y`` from its :meth:`pull`."""
+        return self._mixed(pull.outer[0], self.units[0].operator.adjoint(pull.inner[0]))
+
+    def weight_gradient(self, pull: Pull, index: int) -> Tensor:
+        """Returns the gradient of ``<T(z), y>`` by the weight of a layer.
+
+        ``W`` is there twice, in ``W z`` and in ``W^T s``; both factors of both products are known from the pull.
+        """
+        operator, z = self.units[index].operator, self.inputs[index]
+        total = operator.weight_gradient(pull.outer[index], self.slopes[index].value)
+        if z is not None:
+            total = total.add_(operator.weight_gradient(z, pull.inner[index]))
+        return total if self.alpha == 1 else total.mul_(self.alpha)
+
+    def offset_gradient(self, pull: Pull, index: int) -> Tensor:
+        """Returns the gradient of ``<T(z), y>`` by the offset of a layer."""
+        return pull.inner[index] if self.alpha == 1 else self.alpha * pull.inner[index]
+
+    def _mixed(self, y: Tensor, curved: Tensor) -> Tensor:
+        return curved if self.alpha == 1 else torch.lerp(y, curved, self.alpha)

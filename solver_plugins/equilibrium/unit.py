@@ -11,6 +11,19 @@ from solver_plugins.prox import Prior
 
 
 @dataclass(frozen=True, eq=False)
+class Slope:
+    """The diagonal ``D = s'(v)`` at a point.
+
+    Attributes:
+        value: ``s(v)``.
+        derivative: ``D``; None where the prior knows it from the value.
+    """
+
+    value: Tensor
+    derivative: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
 class Unit:
     """``z -> W^T s(W z + c)``, the gradient of the convex ``psi(z) = 1^T S(W z + c)`` (Theorem 1).
 
@@ -36,16 +49,31 @@ class Unit:
         """Returns ``alpha W^T s(W z + c) + (1 - alpha) z`` (equation 5)."""
         return _mixed(z, self.value(z), alpha)
 
-    def step_and_slope(self, z: Tensor | None, alpha: float) -> tuple[Tensor, Tensor]:
+    def step_with_slope(self, z: Tensor | None, alpha: float) -> "tuple[Tensor, Slope]":
         """Returns the step and ``D = s'(W z + c)``; the latter is not recorded."""
         argument = self.argument(z)
+        value = self.prior.prox(argument, 1.0)
         with torch.no_grad():
-            slope = self.prior.derivative(argument, 1.0)
-        return _mixed(z, self.operator.adjoint(self.prior.prox(argument, 1.0)), alpha), slope
+            # ReLU, say, multiplies by its slope in one pass over memory, given its value, which is kept anyway.
+            known = self.prior.slope_from_value and type(self.prior).vjp is not Prior.vjp
+            slope = Slope(value.detach(), None if known else self.prior.derivative(argument, 1.0))
+        return _mixed(z, self.operator.adjoint(value), alpha), slope
 
-    def curvature(self, slope: Tensor, y: Tensor) -> Tensor:
+    def scaled(self, slope: "Slope", v: Tensor) -> Tensor:
+        """Returns ``D v``."""
+        return self.prior.vjp(slope.value, 1.0, v) if slope.derivative is None else slope.derivative * v
+
+    def curvature(self, slope: "Slope", y: Tensor) -> Tensor:
         """Returns ``W^T D W y``, the Hessian of ``psi`` times ``y``."""
-        return self.operator.adjoint(slope * self.operator.apply(y))
+        return self.operator.adjoint(self.scaled(slope, self.operator.apply(y)))
+
+    def channels_last(self) -> "Unit":
+        """Returns the same unit of feature maps, not recorded, with its tensors' channels last in memory."""
+        weight, offset = (
+            tensor.detach().contiguous(memory_format=torch.channels_last)
+            for tensor in (self.operator.weight, self.offset)
+        )
+        return Unit(dataclasses.replace(self.operator, weight=weight), offset, self.prior)
 
     def detached(self) -> "Unit":
         """Returns the linear part alone: no graph, and no offset that would be kept alive."""

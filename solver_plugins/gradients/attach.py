@@ -20,6 +20,23 @@ def with_adjoint(image: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
     return result
 
 
+def refuse_second_derivative() -> None:
+    """Raises where the backward pass that calls it is recorded.
+
+    ``@once_differentiable`` alone lets a second derivative pass, silently without this term, where the incoming
+    gradient is a constant (``loss = out.sum() + ...``).
+
+    Raises:
+        DoubleBackwardError: If gradients are recorded.
+    """
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise DoubleBackwardError(
+            "Expected a first derivative only; found create_graph=True, or a torch.func transform, which always "
+            "records, through an implicit gradient. Use an unrolled one, whose derivatives of any order are right: "
+            "gradient='unrolled' of a solver block, grad='unrolled' of an equilibrium."
+        )
+
+
 class _AdjointSolve(torch.autograd.Function):
     """The identity, with a linear solve as its backward.
 
@@ -36,14 +53,7 @@ class _AdjointSolve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        # @once_differentiable alone lets a second derivative pass, silently without this term, where the incoming
-        # gradient is a constant (loss = out.sum() + ...).
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise DoubleBackwardError(
-                "Expected a first derivative only; found create_graph=True, or a torch.func transform, which always "
-                "records, through an implicit gradient. Use an unrolled one, whose derivatives of any order are right: "
-                "gradient='unrolled' of a solver block, grad='unrolled' of an equilibrium."
-            )
+        refuse_second_derivative()
         return _AdjointSolve._solve(ctx, grad), None
 
     @staticmethod

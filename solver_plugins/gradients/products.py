@@ -183,7 +183,8 @@ class _TwoStep(Products):
         # In place on what has just been made, and not addmm_, which a counter of operations does not see.
         if self.flat and not self.lowered:
             return torch.addmm(c, z, self.transposed, alpha=self.alpha).addcmul_(y, self.kept), z
-        return self._times(z).to(c.dtype).add_(c).addcmul_(y, self.kept), z
+        # A convolution returns a view, which is no result of a function that activations may overwrite.
+        return torch.addcmul(c, y, self.kept).add_(self._times(z)), z
 
     def pull(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         h = self._adjoint(grad)

@@ -10,6 +10,10 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.dropblock.classifier import find_classifier
 from solver_plugins.equilibrium import HeadError
 from solver_plugins.equilibrium.head import HeadConfig, OptEqHead
+from solver_plugins.surgery.model_config import is_pretrained_model
+
+HEAD_ENTRY = "solver_plugins_head"
+"""Where the config of a transformers model holds the head, so that ``save_pretrained`` writes it; never to change."""
 
 
 class HeadRecord(StrictConfig):
@@ -61,6 +65,7 @@ def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **opti
             f"exclude=[{name!r}], or revert it first."
         )
     _put(model, layer, make_head(layer, config))
+    _enter_into_config(model)
     return model
 
 
@@ -93,6 +98,7 @@ def remove_opteq_head(model: nn.Module) -> nn.Module:
         layer = nn.Linear(head.in_features, head.out_features, device=weight.device, dtype=weight.dtype)
     layer.train(head.training)
     _put(model, head, layer)
+    _enter_into_config(model)
     return model
 
 
@@ -112,6 +118,18 @@ def attach_again(model: nn.Module, record: HeadRecord) -> nn.Module:
     attach_opteq_head(model, classifier=record.name, **record.config.options())
     _find(model)[1].replaced = ()
     return model
+
+
+def _enter_into_config(model: nn.Module) -> None:
+    """Lets ``save_pretrained``, and with it checkpoints of the Trainer, write the head down, or no longer."""
+    if not is_pretrained_model(model):
+        return
+    config: Any = model.config
+    record = head_of(model)
+    if record is not None:
+        setattr(config, HEAD_ENTRY, record.options())
+    elif hasattr(config, HEAD_ENTRY):
+        delattr(config, HEAD_ENTRY)
 
 
 def _refuse_wrapped(model: nn.Module) -> None:

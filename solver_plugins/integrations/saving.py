@@ -10,7 +10,7 @@ from torch import nn
 
 from solver_plugins.integrations.errors import LoadingError, SavingError
 from solver_plugins.integrations.folder import existing_folder, new_folder
-from solver_plugins.integrations.heads import attach_again, head_of, remove_opteq_head
+from solver_plugins.integrations.heads import HEAD_ENTRY, attach_again, head_of, remove_opteq_head
 from solver_plugins.integrations.replay import is_converted, read_additions, replay, written_additions
 from solver_plugins.integrations.tensors import read_weights, write_weights
 from solver_plugins.surgery import conversion_of
@@ -32,10 +32,10 @@ def save(
     """Saves a converted model, or one with an equilibrium head: weights as safetensors, everything else as JSON.
 
     The weights are those of the plain model, under the same names, and those of its head. A timm model's folder is one
-    for timm's ``local-dir:``, a transformers model is saved by its ``save_pretrained`` (one with a head: for
-    :func:`load` alone); any other module is saved as weights and conversion, and needs to be built again by its owner.
-    The folder is written as a whole: an interrupted save leaves what was there before. In a run of several processes,
-    call it in one of them.
+    for timm's ``local-dir:``, a transformers model is saved by its ``save_pretrained`` (one with a head is for
+    :func:`load` alone, saved by either); any other module is saved as weights and conversion, and needs to be built
+    again by its owner. The folder is written as a whole: an interrupted save leaves what was there before. In a run of
+    several processes, call it in one of them.
 
     Args:
         model: The converted model.
@@ -124,9 +124,19 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
 
 def _load_transformers(place: Path, config: dict[str, Any], model: nn.Module | None, source: str) -> nn.Module:
     entry = config.get("quantization_config")
+    converted = isinstance(entry, dict) and entry.get("quant_method") == QUANT_METHOD
     if model is not None:
         raise LoadingError(f"{source} holds a transformers model, which is built from its config: leave out model=.")
-    if not isinstance(entry, dict) or entry.get("quant_method") != QUANT_METHOD:
+    if HEAD_ENTRY in config:
+        from solver_plugins.integrations.transformers import load_with_head
+
+        written = entry.get("conversion") if isinstance(entry, dict) and converted else None
+        conversion, head = read_additions({"head": config[HEAD_ENTRY], "conversion": written}, source)
+        if head is None:
+            raise LoadingError(f"Expected a head under {HEAD_ENTRY} in {CONFIG} in {source}; found none.")
+        loaded = load_with_head(place, config, head)
+        return (loaded if conversion is None else replay(loaded, conversion, source)).eval()
+    if not converted:
         raise LoadingError(
             f"{source} holds a transformers model without a conversion: load it with from_pretrained, then convert it."
         )

@@ -18,9 +18,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from solver_plugins.blocks import TrackedStep
+from solver_plugins.equilibrium import DeepOptEq
 from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations.errors import LoadingError
-from solver_plugins.integrations.heads import head_of
+from solver_plugins.integrations.heads import HeadRecord, attach_again, head_of
 from solver_plugins.integrations.replay import read_conversion, replay
 from solver_plugins.integrations.tensors import write_weights
 from solver_plugins.surgery import Conversion
@@ -111,14 +112,47 @@ def load_model(folder: Path, config: dict[str, Any]) -> nn.Module:
     return model
 
 
+def load_with_head(folder: Path, config: dict[str, Any], head: HeadRecord) -> nn.Module:
+    """Loads a model that ``save_pretrained`` has written with a head, without its conversion.
+
+    By ``from_pretrained``: files of some models have other names for tensors, even for those of what is attached.
+
+    Raises:
+        LoadingError: If the file lacks weights, or has others.
+    """
+    made = _class_of(folder, config)
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        made.__init__(self, *args, **kwargs)
+        attach_again(self, head)
+
+    with_head: Any = type(made.__name__, (made,), {"__init__": build, "__module__": made.__module__})
+    model, found = with_head.from_pretrained(folder, config=_plain_settings(made, folder), output_loading_info=True)
+    wrong = [
+        f"{kind.replace('_', ' ')} {sorted(names)[:5]}" for kind, names in found.items() if names and "keys" in kind
+    ]
+    if wrong:
+        raise LoadingError(f"The weights in {str(folder)!r} are not those of the model with its head: {wrong}.")
+    model.__class__ = made
+    for module in model.modules():
+        if isinstance(module, DeepOptEq):
+            # Not saved, and made on the meta device: it would hold whatever is in memory.
+            module.residual = torch.zeros_like(module.residual)
+    return model
+
+
 def build_plain(folder: Path, config: dict[str, Any]) -> nn.Module:
     """Builds the plain model of a folder's config, with new weights."""
     made = _class_of(folder, config)
+    model: nn.Module = made._from_config(_plain_settings(made, folder))
+    return model
+
+
+def _plain_settings(made: Any, folder: Path) -> Any:
     settings = made.config_class.from_pretrained(folder)
     if hasattr(settings, "quantization_config"):
         del settings.quantization_config
-    model: nn.Module = made._from_config(settings)
-    return model
+    return settings
 
 
 def _class_of(folder: Path, config: dict[str, Any]) -> Any:

@@ -139,7 +139,8 @@ def _matrix_steps(matrix: Tensor, vectors: Tensor, share: float, gram: Tensor | 
     """Takes the steps in few operations, and none that looks at a value."""
     tiny, v = torch.finfo(vectors.dtype).tiny, vectors[0, 0, :, 0]
     norm = torch.linalg.vector_norm
-    largest = norm(matrix, dim=1).amax().square() if gram is None else gram.diagonal().amax()
+    # Not from the diagonal of A A^T, which Inductor cannot take of a product.
+    largest = norm(matrix, dim=1).amax().square()
     # Steps with A A^T over its largest entry neither overflow nor vanish, so that no vector is scaled between them.
     inverse = largest.clamp_min(tiny).reciprocal()
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from solver_plugins.equilibrium import DeepOptEq, DivergenceError, OptEqLayer
+from solver_plugins.equilibrium.problem import Jacobian
 from solver_plugins.errors import DoubleBackwardError, NotConvergedWarning
 from tests.equilibrium.small import DOUBLE, conv_network, inputs, network
 from tests.gloo import in_two_processes
@@ -157,14 +158,68 @@ def test_implicit_memory_does_not_grow_with_the_iterations():
 
 def test_python_keeps_nothing_per_iteration():
     peaks = []
-    for iters in (5, 50):
+    for iters in (10, 200):
         model, x = network(2, iters=iters, tol=0.0, implicit_tol=1.0), inputs(4, 5)
         model(x)
         tracemalloc.start()
         model(x)
         peaks.append(tracemalloc.get_traced_memory()[1])
         tracemalloc.stop()
-    assert peaks[1] < 1.5 * peaks[0]
+    assert peaks[1] < 2 * peaks[0]
+
+
+@pytest.mark.parametrize("make", [lambda: (network(3), inputs(3, 5)), lambda: (conv_network(3), inputs(2, 2, 4, 3))])
+def test_weights_get_their_gradient_from_the_product_that_confirms_the_residual(make, monkeypatch):
+    """No evaluation is recorded, and no pass is made beyond the products that the report counts."""
+    model, x = make()
+    calls = []
+    pull = Jacobian.pull
+    monkeypatch.setattr(Jacobian, "pull", lambda self, y: calls.append(y) or pull(self, y))
+    found = model.solve(x)
+    found.value.square().sum().backward()
+    assert len(calls) == found.backward.products > 3
+    assert found.backward.residual <= 1e-13
+
+
+def test_frozen_weights_get_no_gradient_and_the_others_keep_theirs():
+    model, x = network(2), inputs(3, 5)
+    model(x).square().sum().backward()
+    frozen = network(2)
+    frozen.layers[0].W.requires_grad_(False)
+    frozen(x).square().sum().backward()
+    assert frozen.layers[0].W.weight.grad is None
+    for a, b in ((frozen.layers[1].W, model.layers[1].W), (frozen.layers[0].U, model.layers[0].U)):
+        assert torch.equal(a.weight.grad, b.weight.grad)
+
+
+def test_weights_that_change_before_the_backward_are_refused():
+    model = network(2)
+    loss = model(inputs(3, 5)).sum()
+    with torch.no_grad():
+        model.layers[1].W.weight.mul_(0.9)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_what_follows_may_work_in_place():
+    model, x = conv_network(2), inputs(2, 2, 4, 3)
+    expected = torch.autograd.grad((model(x) - 0.01).relu().sum(), list(model.parameters()))
+    found = torch.autograd.grad(model(x).sub_(0.01).relu_().sum(), list(model.parameters()))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_backward_under_autocast_keeps_its_precision():
+    torch.manual_seed(0)
+    model = DeepOptEq([OptEqLayer.linear(6, 5, constraint="none") for _ in range(2)], tol=1e-6, iters=50)
+    x = torch.randn(3, 5)
+    inside = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model.zero_grad()
+            model(x).square().sum().backward()
+        inside.append(model.layers[0].W.weight.grad.clone())
+    torch.testing.assert_close(inside[1], inside[0], rtol=1e-4, atol=1e-6)
 
 
 def test_a_solve_that_did_not_converge_is_unrolled_with_a_warning():

@@ -15,6 +15,8 @@ from solver_plugins.equilibrium import (
     list_equilibrium_solvers,
     register_equilibrium_solver,
 )
+from solver_plugins.equilibrium.problem import rows_of, states_of
+from solver_plugins.equilibrium.solvers.anderson import HistoryState, _relaxation
 from solver_plugins.errors import InputError, OptionError, RegistrationError, ShapeError, UnknownNameError
 from tests.equilibrium.small import DOUBLE, conv_network, inputs, network
 
@@ -67,6 +69,50 @@ def test_diagnostics_tell_the_truth():
     # At most 1 - a (1 - |W|^2), and by then that of the slowest direction.
     assert (found.contraction < 1 - 0.5 * (1 - 0.81) + 1e-9).all() and (found.contraction > 0.5).all()
     assert float(model.residual) == pytest.approx(float(found.residual.max()))
+
+
+def test_several_layers_begin_at_the_last_one():
+    """That contracts the distance between zero and the state before this layer, by 1 - a (1 - |W|^2)."""
+    model, x = network(3), inputs(4, 5)
+    problem, z = model.problem(x), model(x)
+    start = problem.start()
+    torch.testing.assert_close(start, problem.units[2].step(torch.zeros_like(z), model.alpha))
+    before = problem.units[1].step(problem.units[0].step(z, model.alpha), model.alpha)
+    assert ((start - z).norm(dim=1) <= (1 - 0.8 * 0.19) * before.norm(dim=1) + 1e-12).all()
+    assert network(1).problem(x).start() is None
+
+
+def test_relaxation_follows_the_spectrum():
+    """One direction is left after the mixture, with eigenvalue 0.2: ``b = 1 / (1 - 0.2)`` removes it at once."""
+    rest = inputs(3, 6)
+    after_plain = 0.2 * rest
+    found = _relaxation(HistoryState(None, rest=rest), after_plain)
+    torch.testing.assert_close(found, torch.full((3, 1), 1.25, dtype=DOUBLE))
+    relaxed = (1 - found) * rest + found * 0.2 * rest
+    assert (relaxed.abs() <= 1e-15).all()
+    for eigenvalue, expected in ((0.4, 1 / 0.6), (0.9, 2.0), (-0.3, 1.0)):
+        f = (1 - found) * rest + found * eigenvalue * rest
+        again = _relaxation(HistoryState(None, rest=rest, relaxation=found), f)
+        torch.testing.assert_close(again, torch.full((3, 1), expected, dtype=DOUBLE))
+    nothing = torch.zeros_like(rest)
+    torch.testing.assert_close(_relaxation(HistoryState(None, rest=nothing), rest), torch.ones(3, 1, dtype=DOUBLE))
+
+
+def test_feature_maps_keep_their_order_in_memory():
+    """Inside of a solve channels are last; outside nobody notices."""
+    model, x = conv_network(2), inputs(3, 2, 4, 5)
+    last = x.contiguous(memory_format=torch.channels_last)
+    for given in (x, last):
+        found = model(given)
+        assert found.is_contiguous() == (given is x) and found[0, 0].stride() == ((5, 1) if given is x else (15, 3))
+        with torch.no_grad():
+            assert model(given).stride() == found.stride()
+        torch.testing.assert_close(found, conv_network(2, grad="unrolled", solver="fixed_point", iters=300)(given))
+    problem = model.problem(x).prepared()
+    rows = rows_of(problem, last)
+    assert rows.data_ptr() == last.data_ptr() and rows.shape == (3, 40)
+    states = states_of(problem, rows, last.shape)
+    assert states.data_ptr() == last.data_ptr() and torch.equal(states, x)
 
 
 def test_batch_shapes():

@@ -296,3 +296,21 @@ def test_autocast_gradients_are_near_those_in_full_precision(solver):
             grads.append(torch.autograd.grad(loss, block.weight)[0])
         assert grads[1].dtype == torch.float32
         assert (grads[1] - grads[0]).norm() < 0.03 * grads[0].norm()
+
+
+@pytest.mark.parametrize("solver", ["proxgd", "fista", "proxsg"])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_an_activation_may_overwrite_what_a_block_returns(solver, kind):
+    options = {"activation": "relu", "solver": solver, "iters": 3, "dtype": torch.float64}
+    layer = SolverLinear(6, 4, **options) if kind == "linear" else SolverConv2d(2, 4, 3, padding=1, **options)
+    x = torch.randn(3, 6, dtype=torch.float64) if kind == "linear" else torch.randn(3, 2, 5, 5, dtype=torch.float64)
+    found = []
+    layer(x)  # The first forward in training moves the step size.
+    for inplace in (False, True):
+        x = x.detach().requires_grad_()
+        layer.zero_grad()
+        torch.manual_seed(0)
+        nn.functional.relu(layer(x), inplace=inplace).square().sum().backward()
+        found.append((x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)

@@ -111,6 +111,26 @@ def test_saved_and_loaded(name, tmp_path):
     assert logits(again, x).shape == logits(model, x).shape
 
 
+@pytest.mark.parametrize("name", ["vit", "bert"])
+def test_save_pretrained_keeps_the_head(name, tmp_path):
+    """And with it every checkpoint of the Trainer, which calls it."""
+    model, x = attached(name, layers=3, regularizer="l1", lam=0.01)
+    model.save_pretrained(tmp_path / "checkpoint")
+    again = load(tmp_path / "checkpoint")
+    assert torch.equal(logits(again, x), logits(model, x))
+    assert head_of(again) == head_of(model) == head_of(copy.deepcopy(model))
+    converted = convert_model(again, "proxgd", iters=2, pattern="all", exclude=["output", "W", "U"])
+    converted.save_pretrained(tmp_path / "converted")
+    both = load(tmp_path / "converted")
+    torch.testing.assert_close(logits(both, x), logits(converted, x))
+    assert not torch.allclose(logits(both, x), logits(model, x))
+    remove_opteq_head(model).save_pretrained(tmp_path / "plain")
+    loaded = type(model).from_pretrained(tmp_path / "plain").eval()
+    torch.testing.assert_close(logits(loaded, x), logits(model, x))
+    with pytest.raises(LoadingError, match="without a conversion"):
+        load(tmp_path / "plain")
+
+
 def test_timm_loads_the_folder_itself(tmp_path):
     model, x = attached("timm")
     save(model, tmp_path / "saved")

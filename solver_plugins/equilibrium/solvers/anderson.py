@@ -7,7 +7,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from solver_plugins.equilibrium.problem import FixedPointProblem
+from solver_plugins.equilibrium.problem import FixedPointProblem, rows_of, states_of
 from solver_plugins.equilibrium.solvers.base import (
     EquilibriumConfig,
     EquilibriumSolver,
@@ -32,6 +32,8 @@ class HistoryState(State):
         history: Unit differences of residuals with those of the images.
         best: The image with the smallest residual so far.
         best_size: That residual's norm.
+        rest: What the last mixture left of the residual; zero where the next point was not the mixture.
+        relaxation: The last ``b_k``, one number per sample; None is one.
     """
 
     image: Tensor | None = None
@@ -39,6 +41,8 @@ class HistoryState(State):
     history: "History | None" = None
     best: Tensor | None = None
     best_size: Tensor | None = None
+    rest: Tensor | None = None
+    relaxation: Tensor | None = None
 
 
 @register_equilibrium_solver
@@ -46,8 +50,12 @@ class HistoryState(State):
 class Anderson(EquilibriumSolver):
     """Anderson acceleration with a safeguard; every sample for itself.
 
-        f_k = T(z_k) - z_k
-        z_{k+1} = T(z_k) - sum_j g_j (T(z_{j+1}) - T(z_j)),     g = argmin |f_k - sum_j g_j (f_{j+1} - f_j)|
+        f_k = T(z_k) - z_k,     r_k = f_k - sum_j g_j (f_{j+1} - f_j),     g = argmin |r_k|
+        z_{k+1} = T(z_k) - sum_j g_j (T(z_{j+1}) - T(z_j)) + (b_k - 1) r_k
+
+    ``b_k = 1 / (1 - m_k)``, where ``m_k = <r, J r> / |r|^2`` is known from the last step: the Jacobian of a composition
+    of proximal maps has its spectrum on one side of zero, so the part ``r_k`` that no past difference explains shrinks
+    by ``J - m_k`` instead of ``J``, at no further evaluation.
 
     Differences are scaled to length one, so that late, small ones count as much as early ones. Where the residual did
     not fall below the best one so far, the next point is the plain step from the best point; a nonexpansive map then
@@ -62,28 +70,43 @@ class Anderson(EquilibriumSolver):
         return HistoryState(None)
 
     def step(self, problem: FixedPointProblem, state: HistoryState, image: Tensor, iteration: int) -> HistoryState:
-        shape = image.shape
-        batch = shape[: image.ndim - len(problem.dims)].numel()
-        g = image.reshape(batch, -1)
-        f = g if state.z is None else g - state.z.reshape(batch, -1)
-        size = torch.linalg.vector_norm(f.detach(), dim=1, keepdim=True)
+        g = rows_of(problem, image)
+        if state.moved is None or state.distance is None:
+            f = g if state.z is None else g - rows_of(problem, state.z)
+            size = torch.linalg.vector_norm(f.detach(), dim=1, keepdim=True)
+        else:
+            f, size = state.moved, state.distance.unsqueeze(1)
         if state.image is None or state.residual is None or state.best is None or state.best_size is None:
-            return HistoryState(image, image, g, f, None, g, size)
+            return HistoryState(image, image, g, f, None, g, size, f)
         history = state.history or History.like(g, self.config.window)
         df = f - state.residual
         scale = torch.linalg.vector_norm(df.detach(), dim=1, keepdim=True)
         # A difference that is rounding error alone, or none at all, becomes a zero row and takes no part.
         scale = torch.where(scale > 4 * torch.finfo(g.dtype).eps * size, scale, torch.inf).reciprocal()
-        history = history.pushed(df * scale, (g - state.image) * scale)
-        z = history.mixed(g, f)
+        history = history.pushed(df, g - state.image, scale)
+        z, rest = history.mixed(g, f)
+        relaxation = _relaxation(state, f)
+        z = torch.addcmul(z, rest, relaxation - 1)
         better = size < state.best_size
         if _can_look(g) and bool(better.all()):
             best, best_size = g, size
         else:
             best = torch.where(better, g, state.best)
             best_size = torch.where(better, size, state.best_size)
-            z = torch.where(better, z, best)
-        return HistoryState(z.reshape(shape), image, g, f, history, best, best_size)
+            z, rest = torch.where(better, z, best), torch.where(better, rest, 0.0)
+        return HistoryState(states_of(problem, z, image.shape), image, g, f, history, best, best_size, rest, relaxation)
+
+
+def _relaxation(state: HistoryState, f: Tensor) -> Tensor:
+    """Returns ``b_k``, shape ``[batch, 1]``."""
+    rest, old = state.rest, state.relaxation
+    assert rest is not None
+    size = rest.square().sum(1, keepdim=True)
+    quotient = (f * rest).sum(1, keepdim=True) / torch.where(size > 0, size, 1.0)
+    # The mixture left f = (1 - b) r + b J r, up to terms of second order.
+    mean = quotient if old is None else 1 + (quotient - 1) / old
+    # Up to 1/2 no part of r grows, as no eigenvalue exceeds 1.
+    return 1 / (1 - torch.where(size > 0, mean, 0.0).clamp(0.0, 0.5))
 
 
 class History:
@@ -104,22 +127,23 @@ class History:
         space = g.new_empty(2, len(g), window, g.shape[1])
         return cls(window, space[0], space[1], gram, 0)
 
-    def pushed(self, row: Tensor, image: Tensor) -> "History":
-        """Returns the history with one more difference; the oldest one is dropped where it is full."""
+    def pushed(self, row: Tensor, image: Tensor, scale: Tensor) -> "History":
+        """Returns the history with one more difference, scaled; the oldest one is dropped where it is full."""
         if isinstance(self.rows, tuple):
+            row, image = row * scale, image * scale
             rows, images = ((*old, new)[-self.window :] for old, new in ((self.rows, row), (self.images, image)))
             return History(self.window, rows, images, self.gram, self.count + 1)
         place = self.count % self.window
-        self.rows[:, place] = row
-        self.images[:, place] = image
+        torch.mul(row, scale, out=self.rows[:, place])
+        torch.mul(image, scale, out=self.images[:, place])
         filled = min(self.count + 1, self.window)
-        products = _dots(self.rows[:, :filled], row)
+        products = _dots(self.rows[:, :filled], self.rows[:, place])
         self.gram[:, place, :filled] = products
         self.gram[:, :filled, place] = products
         return History(self.window, self.rows, self.images, self.gram, self.count + 1)
 
-    def mixed(self, g: Tensor, f: Tensor) -> Tensor:
-        """Returns ``g - G^T argmin_c |f - F^T c|``."""
+    def mixed(self, g: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns ``g - G^T c`` and ``f - F^T c``, ``c = argmin_c |f - F^T c|``."""
         if isinstance(self.rows, tuple):
             rows, images = torch.stack(self.rows, 1), torch.stack(self.images, 1)
             gram = rows @ rows.mT
@@ -132,7 +156,8 @@ class History:
         # solve_ex: checking for a singular matrix, which the ridge excludes, would stall a GPU.
         weights = torch.linalg.solve_ex(gram + eye, _dots(rows, f).unsqueeze(2)).result
         # A row times a matrix: ten times as fast, on a CPU, as the transposed matrix times a column.
-        return g - (weights.mT @ images).squeeze(1)
+        weights = weights.mT
+        return g - (weights @ images).squeeze(1), f - (weights @ rows).squeeze(1)
 
 
 def _dots(rows: Tensor, vector: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ distribution offers it through the entry-point group ``solver_plugins.equilibriu
 import abc
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
 import pydantic
@@ -46,10 +46,14 @@ class State:
     Attributes:
         z: Where the map is evaluated next; None is zero.
         value: The result if the solve ended here; None is the last image.
+        moved: ``T(z) - z`` with one row per sample, where the loop has computed it.
+        distance: Its length.
     """
 
     z: Tensor | None
     value: Tensor | None = None
+    moved: Tensor | None = field(default=None, kw_only=True)
+    distance: Tensor | None = field(default=None, kw_only=True)
 
 
 class EquilibriumSolver(abc.ABC):

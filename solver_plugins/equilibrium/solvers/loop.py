@@ -2,12 +2,12 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from solver_plugins.equilibrium.problem import EquilibriumProblem, FixedPointProblem, Jacobian
+from solver_plugins.equilibrium.problem import EquilibriumProblem, FixedPointProblem, Jacobian, rows_of
 from solver_plugins.equilibrium.solvers.base import EquilibriumSolver
 
 _OPTIMISM = 10.0
@@ -50,10 +50,10 @@ def unroll(solver: EquilibriumSolver, problem: EquilibriumProblem) -> Run:
     for iteration in range(solver.config.iters):
         z, image = state.z, problem.image(state.z)
         if first is None:
-            first, _ = _sizes(z, image, problem.dims)
+            _, first, _ = _sizes(problem, z, image)
         state = solver.step(problem, state, image, iteration)
     assert first is not None
-    last, scale = _sizes(z, image, problem.dims)
+    _, last, scale = _sizes(problem, z, image)
     iterations = torch.full_like(last, solver.config.iters)
     value = image if state.value is None else state.value
     return Run(value, _relative(last, scale), first, last, iterations, solver.config.iters)
@@ -65,13 +65,13 @@ def settle(
     *,
     iters: int | None = None,
     start: Tensor | None = None,
-    record: bool = False,
+    record: Literal["jacobian", "graph"] | None = None,
 ) -> Run:
     """Iterates until every sample is within ``tol``, at most ``iters`` times.
 
     A sample that is done stays where it is, so its result does not depend on how long the others take. Nothing is
-    recorded, except with ``record`` the last evaluation, which then has a gradient and a Jacobian; it is guessed from
-    the rate so far, and costs no evaluation of its own where the guess is right.
+    recorded, except with ``record`` the last evaluation, which then has a Jacobian, and with ``"graph"`` a gradient,
+    too; it is guessed from the rate so far, and costs no evaluation of its own where the guess is right.
     """
     config: Any = solver.config
     iters = config.iters if iters is None else iters
@@ -84,11 +84,11 @@ def settle(
     for iteration in range(iters):
         # A NaN counts as not converged everywhere.
         final = iteration == iters - 1
-        recorded = record and (final or expected <= _OPTIMISM * config.tol)
+        recorded = record if final or expected <= _OPTIMISM * config.tol else None
         image, jacobian = _evaluate(problem, state.z, recorded)
         evaluations += 1
         with torch.no_grad():
-            last, scale = _sizes(state.z, image.detach(), problem.dims)
+            moved, last, scale = _sizes(problem, state.z, image)
             error = _relative(last, scale)
             done = error <= config.tol
             if first is None or iterations is None:
@@ -101,6 +101,7 @@ def settle(
                 if count == len(done):
                     break
             if not final:
+                state = dataclasses.replace(state, moved=moved, distance=last)
                 new = solver.step(problem, state, image.detach(), iteration)  # type: ignore[arg-type]
                 if not looks or count:
                     new = _held(new, state.z, done)
@@ -108,15 +109,14 @@ def settle(
     assert first is not None and iterations is not None and error is not None
     if record and jacobian is None:
         # Done sooner than expected.
-        image, jacobian = _evaluate(problem, state.z, True)
+        image, jacobian = _evaluate(problem, state.z, record)
         evaluations += 1
     return Run(image, error, first, last, iterations, evaluations, jacobian)
 
 
-def _evaluate(problem: Any, z: Tensor | None, recorded: bool) -> tuple[Tensor, Jacobian | None]:
-    with torch.set_grad_enabled(recorded):
-        image, jacobian = problem.image_and_jacobian(z) if recorded else (problem.image(z), None)
-    return image, jacobian
+def _evaluate(problem: Any, z: Tensor | None, record: str | None) -> tuple[Tensor, Jacobian | None]:
+    with torch.set_grad_enabled(record == "graph"):
+        return (problem.image(z), None) if record is None else problem.image_and_jacobian(z)
 
 
 def _held(state: Any, z: Tensor | None, done: Tensor) -> Any:
@@ -126,15 +126,15 @@ def _held(state: Any, z: Tensor | None, done: Tensor) -> Any:
     return dataclasses.replace(state, z=torch.where(done, old, state.z))
 
 
-def _sizes(z: Tensor | None, image: Tensor, dims: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Returns ``|T(z) - z|`` and ``|T(z)|`` per sample."""
+def _sizes(problem: FixedPointProblem, z: Tensor | None, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns ``T(z) - z`` with one row per sample, its length, and ``|T(z)|``."""
     with torch.no_grad():
-        image = image.flatten(image.ndim - len(dims))
-        scale = torch.linalg.vector_norm(image, dim=-1).reshape(-1)
+        rows = rows_of(problem, image.detach())
+        scale = torch.linalg.vector_norm(rows, dim=1)
         if z is None:
-            return scale, scale
-        moved = image - z.flatten(z.ndim - len(dims))
-        return torch.linalg.vector_norm(moved, dim=-1).reshape(-1), scale
+            return rows, scale, scale
+        moved = rows - rows_of(problem, z)
+        return moved, torch.linalg.vector_norm(moved, dim=1), scale
 
 
 def _relative(change: Tensor, scale: Tensor) -> Tensor:
