@@ -59,7 +59,7 @@ def solve(c: Tensor, u: Tensor, chain: Map, act: Map, smoothness: Tensor, lam: f
 def jvp(chain: Map, u: Tensor, tangent: Tensor) -> Tensor:
     """Returns the derivative of a chain at ``u`` along ``tangent``, in forward mode.
 
-    The vjp of a vjp is the same, and took most of the time: torch differentiates grouped convolutions twice group by group.
+    Not as the vjp of a vjp, which is the same: torch takes second derivatives of grouped convolutions group by group.
     """
     with forward_ad.dual_level():
         derivative = forward_ad.unpack_dual(chain(forward_ad.make_dual(u, tangent))).tangent
