@@ -63,7 +63,8 @@ def _t5() -> nn.Module:
     return hugging.t5(decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
 
 
-_TIMM, _HUGGING = "set_grad_checkpointing", "gradient_checkpointing_enable"
+_TIMM = "set_grad_checkpointing"
+_HUGGING = hugging.CHECKPOINTING
 MODELS: dict[str, Case] = {
     "residual": Case(ResidualNet, _image(12), norms=True),
     "shared_relu": Case(SharedReLU, _image(8), norms=True),

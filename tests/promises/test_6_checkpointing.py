@@ -66,7 +66,7 @@ def test_recomputed_the_old_way(solver):
     rows((name, solver) for name, case in MODELS.items() if case.checkpointing for solver in ("proxgd", "proxsg")),
 )
 def test_the_library_s_own_switch(model, solver):
-    """Promise 6: timm's ``set_grad_checkpointing``, transformers' ``gradient_checkpointing_enable``."""
+    """Promise 6: timm's ``set_grad_checkpointing``, transformers' ``activation_checkpointing_enable``."""
     made = converted(model, solver, torch.float64)
     other = copy.deepcopy(made)
     getattr(other, MODELS[model].checkpointing)()

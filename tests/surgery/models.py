@@ -6,6 +6,13 @@ from typing import Any
 import transformers
 from torch import nn
 
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+    if hasattr(transformers.PreTrainedModel, name)
+)
+"""The switch of transformers; its second name is that before 5.23."""
+
 _TEXT: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 16,
