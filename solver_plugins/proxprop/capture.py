@@ -1,8 +1,9 @@
 """Listens to layers: which inputs contributed to the gradients that have been accumulated.
 
-An input counts when a gradient arrives at the output that was computed from it, so evaluation, discarded outputs and
-the first of the two forward passes of gradient checkpointing do not count. It is kept the way autograd keeps its own
-tensors, so checkpointing and offloading apply to it as well.
+An input counts when a gradient arrives at the output that was computed from it, on its way to the layer's weight: so
+evaluation, discarded outputs, the first of the two forward passes of gradient checkpointing, and gradients that are
+taken of other things (``torch.autograd.grad``, ``backward(inputs=...)``) do not count. It is kept the way autograd
+keeps its own tensors, so checkpointing and offloading apply to it as well.
 """
 
 import weakref
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.autograd.graph import get_gradient_edge
 
+from solver_plugins.errors import UnsupportedLayerError
 from solver_plugins.operators.precision import autocast_off
 from solver_plugins.proxprop.gram import gram
 from solver_plugins.proxprop.rows import Rows
@@ -62,6 +66,8 @@ class Tally:
         calls: Number of calls.
         task: The backward pass that was heard last.
         epoch: How often the tally was cleared.
+        overwritten: Whether an input was written to before it became a part of the Gram matrix.
+        left: The gradient, and its version, as the last backward pass left them.
         shape: How inputs become rows.
     """
 
@@ -77,6 +83,8 @@ class Tally:
     calls: int = 0
     task: int | None = None
     epoch: int = 0
+    overwritten: bool = False
+    left: tuple[Any, int] | None = None
 
     def clear(self) -> None:
         """Forgets everything heard."""
@@ -84,22 +92,37 @@ class Tally:
             # Its hook lives as long as the graph, perhaps with a loss that the user keeps.
             record.x = record.d = None
         self.records, self.gram, self.rows, self.calls, self.task = [], None, 0, 0, None
+        self.overwritten, self.left = False, None
         self.epoch += 1
 
     def weight(self) -> Tensor:
-        """Returns the layer's weight as the optimizer knows it."""
-        return self.parameter if self.parameter is not None else self.layer._parameters["weight"]  # type: ignore[return-value]
+        """Returns the layer's weight as the optimizer knows it.
 
-    def start(self, task: int) -> None:
-        """Begins a backward pass: what was heard before belongs to nothing if its gradient has been discarded."""
-        if task == self.task:
-            return
-        if self.calls:
-            grad = self.weight().grad
-            # A gradient that was set to None, or to zeros, or a step that a GradScaler skipped.
-            if grad is None or not grad.any():
-                self.clear()
-        self.task = task
+        Raises:
+            UnsupportedLayerError: If it is no Parameter any more (pruned or parametrised since).
+        """
+        weight = self.parameter if self.parameter is not None else self.layer._parameters.get("weight")
+        if weight is None:
+            raise UnsupportedLayerError(
+                f"The weight of {self.name} was a Parameter when the ProxProp was made, and is computed from others "
+                "now (pruning, a parametrisation). Detach the ProxProp, and make it anew."
+            )
+        return weight
+
+    def discarded(self) -> bool:
+        """Whether the gradient that was heard of is gone: set to None, or to zeros by somebody else."""
+        grad = self.weight().grad
+        if grad is None:
+            return True
+        if self.left is not None and self.left[0]() is grad and self.left[1] == grad._version:
+            # As a backward pass has left it, even if that gave zeros.
+            return False
+        return not grad.any()
+
+    def take_note(self) -> None:
+        """Remembers the gradient as a backward pass leaves it."""
+        grad = self.weight().grad
+        self.left = None if grad is None else (weakref.ref(grad), grad._version)
 
     def add(self, x: Tensor, d: Tensor) -> Record:
         """Counts one call."""
@@ -127,6 +150,7 @@ class Tally:
         assert self.shape is not None
         for record in self.records:
             assert record.x is not None
+            self.overwritten = self.overwritten or record.overwritten
             with autocast_off(record.x.device):
                 x, margins = self.shape.without_zeros(record.x, working_dtype(record.x.dtype))
                 part = Gram(gram(self.shape, x, margins), self.shape.column_sums(x, margins))
@@ -180,16 +204,25 @@ class Listener:
         tally = self._tally() if self._tally is not None else None
         if ears is None or tally is None or not ears.active or layer is not tally.layer:
             return
+        if torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None:
+            # Nothing that a transform or a tracer computes is accumulated anywhere.
+            return
         if torch._C._current_graph_task_id() == -1:
             # A forward pass of the user's, not one that checkpointing repeats inside of a backward pass.
-            ears.fresh = True
+            ears.fresh, ears.task = True, None
         if not torch.is_grad_enabled() or not isinstance(output, Tensor) or not output.requires_grad:
             return
         x = args[0] if args else kwargs.get("input", kwargs.get("x"))
         node = None
         if tally.keeps and isinstance(x, Tensor) and tally.weight().requires_grad:
             node = _Keep.apply(x.detach(), torch.zeros((), requires_grad=True)).grad_fn
-        output.register_hook(_Ear(self._ears, tally, node))
+        shown = layer._parameters.get("weight")
+        if hasattr(shown, "full_tensor"):
+            # Sharded again already (FSDP2): the tensor that it ran on is not to be had.
+            ears.edge = None
+        elif shown is not None and shown.requires_grad:
+            ears.edge = get_gradient_edge(shown)
+        output.register_hook(_Ear(self._ears, tally, node, ears.edge))
 
 
 _UNCOMPILED: list[Any] = [Listener.listen]
@@ -212,25 +245,52 @@ class Ears:
         skip_last: Whether the last layer is to be found.
         fresh: Whether a forward pass has run since a gradient was last heard.
         last: Names of the layers whose gradients came first in a backward pass: the last ones before the loss.
+        tallies: Of all layers.
+        task: The backward pass that runs, with all that it runs inside of it (reentrant checkpointing).
+        edge: Where the gradient of the last layer's trainable weight goes.
     """
 
     def __init__(self, skip_last: bool):
         self.active, self.skip_last, self.fresh = True, skip_last, False
         self.last: set[str] = set()
+        self.tallies: list[Tally] = []
+        self.task: int | None = None
+        self.edge: Any = None
+
+    def begin(self, tally: Tally) -> None:
+        """Begins a backward pass for a layer: what was heard before belongs to nothing if its gradient is gone."""
+        if self.task is None:
+            self.task = torch._C._current_graph_task_id()
+            Variable._execution_engine.queue_callback(self._end)
+        if tally.task == self.task:
+            return
+        weight = tally.weight()
+        # Layers that share a weight share its gradient.
+        others = [one for one in self.tallies if one.calls and one.task != self.task and one.weight() is weight]
+        if any(one.discarded() for one in others):
+            for one in others:
+                one.clear()
+        tally.task = self.task
+
+    def _end(self) -> None:
+        for tally in self.tallies:
+            if tally.task == self.task and tally.calls:
+                tally.take_note()
+        self.task = None
 
 
 class _Ear:
     """The hook on one output: hears its gradient, once per backward pass."""
 
-    def __init__(self, ears: Any, tally: Tally, node: Any):
-        self.ears, self.tally, self.node = ears, tally, node
+    def __init__(self, ears: Any, tally: Tally, node: Any, edge: Any):
+        self.ears, self.tally, self.node, self.edge = ears, tally, node, edge
         self.record: Record | None = None
 
     def __call__(self, d: Tensor) -> None:
         """Counts the call whose output this is the gradient of."""
         ears: Ears | None = self.ears()
         tally = self.tally
-        if ears is None or not ears.active:
+        if ears is None or not ears.active or not _accumulates(self.edge):
             return
         if ears.fresh:
             ears.fresh = False
@@ -240,7 +300,7 @@ class _Ear:
         if self.node is None or tally.name in ears.last:
             self.node = None
             return
-        tally.start(torch._C._current_graph_task_id())
+        ears.begin(tally)
         with torch.no_grad():
             if self.record is not None and tally.knows(self.record):
                 # A second backward pass over the same graph: the same rows, more gradient.
@@ -250,3 +310,14 @@ class _Ear:
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             # The graph may live on with the loss; autograd has let go of its tensors, and so do we.
             self.node = None
+
+
+def _accumulates(edge: Any) -> bool:
+    """Whether the backward pass that runs adds to the gradient of a weight; True where no weight is trained."""
+    if edge is None:
+        return True
+    try:
+        return bool(torch._C._will_engine_execute_node(edge.node))
+    except RuntimeError:
+        # torch.autograd.grad with respect to the weight hands its gradient out instead.
+        return False

@@ -2,6 +2,7 @@
 
 import math
 import re
+import weakref
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -69,6 +70,7 @@ class ProxProp:
         layers: Names of the layers listened to.
         skipped: Why other linear layers are not, by name.
         last_step: What the last call of :meth:`precondition` did, by layer.
+        last_layers: Names of the layers that kept their plain gradient in it, as the last ones before the loss.
 
     Raises:
         OptionError: For an option out of range.
@@ -90,18 +92,21 @@ class ProxProp:
         process_group: Any = None,
     ):
         self.steps = cg_steps(mode)
-        if not isinstance(tau_theta, (int, float)) or not (0 < tau_theta < math.inf):
+        if isinstance(tau_theta, bool) or not isinstance(tau_theta, (int, float)) or not (0 < tau_theta < math.inf):
             raise OptionError(f"Expected tau_theta to be a positive number; found {tau_theta!r}.")
         if gram not in ("sum", "mean"):
             raise OptionError(f"Unknown gram {gram!r}.{did_you_mean(str(gram), ('sum', 'mean'))}")
-        self.mode, self.tau_theta, self.gram, self.skip_last = mode, float(tau_theta), gram, bool(skip_last)
+        if not isinstance(skip_last, bool):
+            raise OptionError(f"Expected skip_last to be True or False; found {skip_last!r}.")
+        self.mode, self.tau_theta, self.gram, self.skip_last = mode, float(tau_theta), gram, skip_last
         self._process_group = process_group
         chosen = choose_layers(model, targets, exclude)
         self.skipped = chosen.skipped
         self.last_step: dict[str, StepReport] = {}
+        self.last_layers: tuple[str, ...] = ()
         limit = GRAM_BYTES if self.steps is not None else 2**62
         self._ears = Ears(self.skip_last)
-        self._tallies = []
+        self._tallies = self._ears.tallies
         keep_out_of_graphs()
         self._handles: list[Any] = []
         for name, layer, rows in chosen.all:
@@ -111,6 +116,8 @@ class ProxProp:
             self._tallies.append(tally)
             self._handles.append(layer.register_forward_hook(Listener(self._ears, tally), with_kwargs=True))
         self.layers = [tally.name for tally in self._tallies if tally.keeps]
+        # A ProxProp that nobody holds any more leaves no hooks behind.
+        weakref.finalize(self, _remove, self._handles).atexit = False
 
     def precondition(self) -> dict[str, StepReport]:
         """Replaces the gradients of the layers by the directions of implicit steps; call it after ``backward()``.
@@ -133,7 +140,8 @@ class ProxProp:
             raise DetachedError("This ProxProp has been detached from its model; make a new one.")
         processes = Processes(self._process_group)
         with torch.no_grad():
-            units = self._units(processes)
+            last = tuple(sorted(set().union(*processes.exchange(self._ears.last))))
+            units = self._units(processes, last)
             summaries = processes.exchange([_summary(unit, processes.count) for unit in units])
             _check_replicas(units, summaries)
             made = []
@@ -152,22 +160,24 @@ class ProxProp:
                     )
                 report.update({tally.name: done for tally in unit.tallies})
         self.clear()
-        self.last_step = report
+        self.last_step, self.last_layers = report, last
         return report
 
-    def _units(self, processes: Processes) -> list[Unit]:
-        last = set().union(*processes.exchange(self._ears.last))
+    def _units(self, processes: Processes, last: tuple[str, ...]) -> list[Unit]:
         kept = [tally for tally in self._tallies if tally.keeps and tally.weight().requires_grad]
         if any(tally.parameter is None and hasattr(tally.weight(), "full_tensor") for tally in kept):
             raise WrappedModelError(
                 "The model has been sharded after this ProxProp was made, which replaced its Parameters. Call "
                 "fully_shard first, then make the ProxProp (and the optimizer)."
             )
-        units = group([tally for tally in kept if tally.name not in last])
+        # By weight: a gradient that is in part the last layer's has no rows of that part.
+        plain = {id(tally.weight()) for tally in self._tallies if tally.name in last}
+        units = group([tally for tally in kept if id(tally.weight()) not in plain])
         if kept and not units:
+            found = ", ".join(name or "the model itself" for name in last)
             raise LayerNotRunError(
-                f"Nothing to precondition: {', '.join(sorted(last))} is the last layer of the model, which keeps its "
-                "plain gradient. Pass skip_last=False to precondition it, too."
+                f"Nothing to precondition: {found} is the last layer, which keeps its plain gradient (as do layers "
+                "that share its weight). Pass skip_last=False to precondition it, too."
             )
         return units
 
@@ -199,12 +209,7 @@ class ProxProp:
         """
         if not self._ears.active:
             raise DetachedError("This ProxProp has been detached from its model; make a new one.")
-        inner: Any = optimizer
-        while not isinstance(inner, Optimizer) or isinstance(getattr(inner, "optimizer", None), Optimizer):
-            # Wrappers such as accelerate's hold the optimizer that really steps.
-            if not isinstance(getattr(inner, "optimizer", None), Optimizer):
-                raise OptimizerError(f"Expected a torch.optim.Optimizer; found {type(optimizer).__name__}.")
-            inner = inner.optimizer
+        inner = _stepping(optimizer)
         if isinstance(inner, LBFGS):
             raise ClosureError(
                 "LBFGS runs the model inside of its step, so there is no moment to precondition at. Use an optimizer "
@@ -223,6 +228,16 @@ class ProxProp:
                 "it from the same model, or leave these layers out with exclude=; with several optimizers, make one "
                 "ProxProp for each."
             )
+        attached = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]
+        mine = {id(tally.weight()) for tally in self._tallies if tally.keeps}
+        for other in attached:
+            if other is self:
+                return self
+            if isinstance(other, ProxProp) and any(id(one.weight()) in mine for one in other._tallies if one.keeps):
+                raise OptimizerError(
+                    "Another ProxProp is attached to this optimizer for the same layers, which would be preconditioned "
+                    "twice. Call detach() on it first (or run the cell that makes the optimizer again)."
+                )
         self._handles.append(inner.register_step_pre_hook(self._before_step))
         return self
 
@@ -256,8 +271,7 @@ class ProxProp:
     def detach(self) -> None:
         """Stops listening and removes everything that was put on model and optimizers; a second call does nothing."""
         self._ears.active = False
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
         self._handles.clear()
         self.clear()
 
@@ -297,6 +311,34 @@ def cg_steps(mode: str) -> int | None:
     return int(match.group(1))
 
 
+def _stepping(optimizer: Any) -> Optimizer:
+    """Returns the optimizer that really steps, inside of wrappers such as accelerate's, timm's Lookahead, or SAM.
+
+    Raises:
+        OptimizerError: If there is none, or its step runs no hooks.
+    """
+    inner: Any = optimizer
+    while True:
+        held = [getattr(inner, name, None) for name in ("optimizer", "_base_optimizer", "base_optimizer")]
+        found = next((one for one in held if isinstance(one, Optimizer)), None)
+        if found is None:
+            break
+        inner = found
+    if not isinstance(inner, Optimizer):
+        raise OptimizerError(f"Expected a torch.optim.Optimizer; found {type(optimizer).__name__}.")
+    if not getattr(type(inner).step, "hooked", False):
+        raise OptimizerError(
+            f"The step of {type(inner).__name__} runs no hooks, so that nothing can be done before it. Call "
+            "precondition() yourself, after backward()."
+        )
+    return inner
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
 def _calls(unit: Unit) -> list[Call]:
     pairs = zip(unit.tallies, unit.bias_of, strict=True)
     return [Call(record, bias) for tally, bias in pairs for record in tally.records]
@@ -313,7 +355,7 @@ def _summary(unit: Unit, processes: int) -> _Summary:
         [shapes_of(tally.records) for tally in unit.tallies],
         present,
         float(unit.probed_gradient().double().norm()) if compare else 0.0,
-        any(record.overwritten for tally in unit.tallies for record in tally.records),
+        any(tally.overwritten or any(one.overwritten for one in tally.records) for tally in unit.tallies),
     )
 
 

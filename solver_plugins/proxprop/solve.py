@@ -4,6 +4,7 @@ A leading dimension holds the groups of a convolution: independent systems to a 
 gradients, which see all of a layer's parameters at once.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,6 +69,10 @@ def conjugate_gradients(apply: Callable[[Tensor], Tensor], g: Tensor, steps: int
     """
     v, r, p = torch.zeros_like(g), g, g
     size = start = _dot(r, r)
+    scale = _rescaling(g, start)
+    if scale is not None:
+        v, outcome = conjugate_gradients(apply, g / scale, steps)
+        return v * scale, outcome
     taken = 0
     while taken < steps and size > _floor(g.dtype, start):
         q = apply(p)
@@ -99,6 +104,16 @@ def batch_conjugate_gradients(
         A function that gives the outputs ``first`` to ``last`` of ``y``, and how the solve went (the residual is that
         before the last step: it would cost a product more).
     """
+    scale = _rescaling(d, _dot(d, d))
+    if scale is not None:
+        scaled, outcome = batch_conjugate_gradients(k, d / scale, shift, steps)
+        return lambda first, last: scaled(first, last) * scale, outcome
+    size = float(k.diagonal(dim1=-2, dim2=-1).amax()) if k.numel() else 1.0
+    known = torch.finfo(k.dtype)
+    if known.max**0.25 < size < math.inf:
+        # Squares of K would overflow; the iterates are those of any multiple of the matrix.
+        scaled, outcome = batch_conjugate_gradients(k / size, d, shift / size, steps)
+        return lambda first, last: scaled(first, last) / size, outcome
     implicit = d.shape[2] > d.shape[1]
     weighting = multiply(d, d.mT) if implicit else None
 
@@ -145,6 +160,19 @@ def batch_conjugate_gradients(
 
 def _dot(a: Tensor, b: Tensor) -> float:
     return float(torch.dot(a.reshape(-1), b.reshape(-1)))
+
+
+def _rescaling(g: Tensor, square: float) -> float | None:
+    """Returns the largest entry of a vector whose square, or that of a residual, leaves the range of its precision.
+
+    Directions are homogeneous in the gradient, so that it may have any scale. None where there is nothing to do.
+    """
+    known = torch.finfo(g.dtype)
+    if known.tiny / known.eps**3 < square < known.max**0.5 or not g.numel():
+        return None
+    largest = float(g.abs().amax())
+    # Zeros stay zeros; what is not finite is found elsewhere.
+    return largest if 0 < largest < math.inf and largest != 1 else None
 
 
 def _floor(dtype: torch.dtype, start: float) -> float:
