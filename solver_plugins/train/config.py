@@ -232,6 +232,13 @@ class FinetuneConfig(StrictConfig):
             return options
         if options.get("proxprop") is not None:
             raise ValueError("expected solver.name=proxprop or a section proxprop; found both")
+        foreign = sorted(solver.keys() - {"name"} - ProxPropSection.model_fields.keys())
+        if {"iters", "args"} & {*foreign}:
+            # Of the recipe's own solver, whose name alone was changed.
+            raise ValueError(
+                f"proxprop is no solver of blocks and has no {', '.join(foreign)}, which the section solver gives; replace "
+                "all of it: solver='{name: proxprop, mode: cg3}'"
+            )
         return {**options, "solver": None, "proxprop": {key: value for key, value in solver.items() if key != "name"}}
 
     @property

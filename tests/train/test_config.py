@@ -50,6 +50,7 @@ def test_written_config_reads_back(tmp_path):
         (["model.in_order=true"], "model.weights"),
         (["model.in_order=true", "model.weights=model.safetensors"], "sorts its tensors"),
         (["model.pretrained=true", "model.weights=f"], "found both"),
+        (["solver.name=proxprop", "solver.iters=3"], "replace all of it: solver='{name: proxprop"),
         (["precision=fp8"], "'no', 'bf16' or 'fp16'"),
     ],
 )
