@@ -236,8 +236,8 @@ class FinetuneConfig(StrictConfig):
         if {"iters", "args"} & {*foreign}:
             # Of the recipe's own solver, whose name alone was changed.
             raise ValueError(
-                f"proxprop is no solver of blocks and has no {', '.join(foreign)}, which the section solver gives; replace "
-                "all of it: solver='{name: proxprop, mode: cg3}'"
+                f"proxprop is no solver of blocks and has no {', '.join(foreign)}, which the section solver gives; "
+                "replace all of it: solver='{name: proxprop, mode: cg3}'"
             )
         return {**options, "solver": None, "proxprop": {key: value for key, value in solver.items() if key != "name"}}
 
