@@ -22,6 +22,10 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, help="Rounds in which all ways take turns; the best counts.")] = 7,
     threads: Annotated[int, typer.Option(min=1, help="Threads of torch.")] = 2,
     filter: Annotated[str | None, typer.Option(help="Only layers whose title contains this.")] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this way (repeatable), beside the plain layer and the loop: auto, masked, ..."),
+    ] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Also torch.compile the loop and the block.")] = False,
     cpu_time: Annotated[
         bool, typer.Option("--cpu-time", help="Seconds of the processor, not of the wall: for a busy machine.")
@@ -64,6 +68,7 @@ def bench(
             found[name] = []
             for count in rounds:
                 given: dict[str, Any] = {"iterations": count, "repeats": repeats, "clock": clock}
+                given |= {} if known[name][1] is None else {"only": variant}
                 make = known[name][1]
                 rows = m.measure_evaluation(cases, **given) if make is None else m.measure(cases, make, **given)
                 found[name] += rows

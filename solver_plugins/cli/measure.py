@@ -6,7 +6,7 @@ what to look at; none is asserted anywhere.
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from solver_plugins.blocks import SolverBlock, cache_gram
+from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_for
 from solver_plugins.solvers.paths import SolveSize, choose_path, multiply_adds
 
@@ -221,6 +222,7 @@ def measure(
     iterations: int = 10,
     repeats: int = 7,
     clock: Callable[[], float] = time.perf_counter,
+    only: Sequence[str] | None = None,
 ) -> list[Row]:
     """Measures all variants of all cases.
 
@@ -230,12 +232,20 @@ def measure(
         iterations: Proximal steps.
         repeats: How many rounds, of which the best counts.
         clock: Seconds, of the wall or of the processor.
+        only: Variants to measure beside the plain layer and the loop, the first two; None measures all.
+
+    Raises:
+        OptionError: If a layer has none of them.
     """
     rows = []
     for case in tqdm(list(cases), "layers", leave=False, disable=None):
         torch.manual_seed(0)
         layer, u = case.layer(), case.input()
         calls = make(case, layer, u.shape, iterations)
+        if only is not None:
+            if not set(only) & set(calls):
+                raise OptionError(f"Expected variants among {', '.join(calls)}; found {', '.join(only)}.")
+            calls = {name: call for place, (name, call) in enumerate(calls.items()) if place < 2 or name in only}
         u.requires_grad_()
         size = layer(u).nbytes
         forward = best_times({name: _forward(call, u) for name, call in calls.items()}, repeats, clock)
