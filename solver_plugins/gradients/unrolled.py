@@ -239,8 +239,10 @@ class _Unrolled(torch.autograd.Function):
             buffers = stacked.stacks(rule, c, weight, rate, grad) and (rule.low or _is_stacked(rest, rule))
             if buffers:
                 if rule.low:
-                    _, matrix, *rest = stacked.iterate(start, weight, rate, gram, rule, matrix)
-                dc, dweight = stacked.backward(flat, start, weight, rate, rule, matrix, *rest, needs_weight)
+                    _, matrix, iterates, images = stacked.iterate(start, weight, rate, gram, rule, matrix)
+                else:
+                    iterates, images = rest
+                dc, dweight = stacked.backward(flat, start, weight, rate, rule, matrix, iterates, images, needs_weight)
             else:
                 kept = _split(rest, rule, matrix)
                 if rule.low:

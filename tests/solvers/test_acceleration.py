@@ -18,16 +18,19 @@ def iterations_to(target, objective):
     return reached.to(torch.int64).argmax(0) + 1
 
 
-@pytest.mark.parametrize(("solver", "most"), [("fista", 7), ("anderson", 5)])
-def test_accelerated_solvers_reach_ten_steps_of_proxgd(solver, most):
-    """The median over the samples of a shape, and the median of these over the shapes."""
-    medians = []
-    for n1, n2 in SHAPES:
-        torch.manual_seed(n1 + n2)
-        fc, u = nn.Linear(n1, n2, dtype=F64).requires_grad_(False), torch.randn(32, n1, dtype=F64)
-        constant = torch.linalg.matrix_norm(fc.weight, 2).square()
-        options = {"activation": "relu", "lipschitz": constant, "diagnose": True}
-        _, ten = solver_linear(u, fc.weight, fc.bias, solver="proxgd", iters=10, **options)
-        _, found = solver_linear(u, fc.weight, fc.bias, solver=solver, iters=20, **options)
-        medians.append(float(iterations_to(ten.objective[-1], found.objective).double().median()))
-    assert torch.tensor(medians).median() <= most, medians
+def median_iterations(solver, n1, n2):
+    """Returns the median over 32 samples."""
+    torch.manual_seed(n1 + n2)
+    fc, u = nn.Linear(n1, n2, dtype=F64).requires_grad_(False), torch.randn(32, n1, dtype=F64)
+    constant = torch.linalg.matrix_norm(fc.weight, 2).square()
+    options = {"activation": "relu", "lipschitz": constant, "diagnose": True}
+    _, ten = solver_linear(u, fc.weight, fc.bias, solver="proxgd", iters=10, **options)
+    _, found = solver_linear(u, fc.weight, fc.bias, solver=solver, iters=20, **options)
+    return float(iterations_to(ten.objective[-1], found.objective).double().quantile(0.5))
+
+
+@pytest.mark.parametrize(("n1", "n2"), SHAPES)
+def test_accelerated_solvers_reach_ten_steps_of_proxgd(n1, n2):
+    """Fista in seven; anderson in five where there are as many outputs as inputs, in six where there are fewer."""
+    assert median_iterations("fista", n1, n2) <= 7
+    assert median_iterations("anderson", n1, n2) <= (5 if n2 >= n1 else 6)
