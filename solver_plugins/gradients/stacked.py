@@ -13,7 +13,6 @@ from solver_plugins.gradients.products import LARGE_BATCH, products
 from solver_plugins.gradients.rule import Rule
 from solver_plugins.operators import is_eager
 from solver_plugins.prox.base import Step
-from solver_plugins.solvers.paths import KEPT_WHOLE
 
 LARGEST = 2**21
 """So many numbers in a buffer: above, a large batch is better off with one product after the other."""
@@ -29,7 +28,7 @@ def may_stack(rule: Rule, rows: int, outputs: int) -> bool:
     """
     if rule.momentum or not (rule.prior.separable and rule.prior.slope_from_value):
         return False
-    if rule.path == "two_step" and (rule.iterations > KEPT_WHOLE or rule.images < rule.iterations - 1):
+    if rule.path == "two_step" and rule.images < rule.iterations - 1:
         return False
     return rows < LARGE_BATCH or rows * outputs * rule.iterations <= LARGEST
 
@@ -49,7 +48,7 @@ def iterate(
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """Returns ``v_T``, the matrix of the products, and the buffers of iterates and of ``z_k``, for :func:`backward`.
 
-    There is a matrix, or there are ``z_k``. With a matrix the first iterate is not kept.
+    There is a matrix, or there are ``z_k``. The first iterate, ``prox(c)``, is not kept.
 
     Args:
         c: Where it starts, one row for each sample.
@@ -62,18 +61,15 @@ def iterate(
     made = products(rule.map, weight, rate, rule.path, gram, matrix)
     step: Step = 1.0 if rule.unit else rate
     again, prior = rule.iterations - 1, rule.prior
+    iterates, x = c.new_empty((again - 1, *c.shape)), prior.prox(c, step)
     if made.matrix is not None:
-        iterates, x = c.new_empty((again - 1, *c.shape)), prior.prox(c, step)
         for slot in iterates.unbind():
             torch.addmm(c, x, made.matrix, out=slot)
             x = _written(prior.prox_(slot, step), slot)
         return torch.addmm(c, x, made.matrix), made.matrix, iterates, None
     alpha, share, transposed = _numbers(rate, weight, rule)
-    iterates, images = c.new_empty((again, *c.shape)), c.new_empty((again, len(c), weight.shape[1]))
-    slots = iterates.unbind()
-    x = _written(prior.prox(c, step), slots[0])
-    v = torch.empty_like(c)
-    for image, target in zip(images.unbind(), (*slots[1:], v), strict=True):
+    images, v = c.new_empty((again, len(c), weight.shape[1])), torch.empty_like(c)
+    for image, target in zip(images.unbind(), (*iterates.unbind(), v), strict=True):
         torch.mm(x, weight, out=image)
         # One pass over memory for both terms, to which the product adds.
         torch.add(c, x, alpha=share, out=target)
@@ -102,7 +98,7 @@ def backward(
         rate: ``1/L``.
         rule: The solve.
         matrix: From :func:`iterate`, as are the next two.
-        iterates: ``x_k``, with a matrix without the first.
+        iterates: ``x_k`` but the first.
         images: ``z_k``, without a matrix.
         needs_weight: Whether the weight gets one.
     """
@@ -113,7 +109,7 @@ def backward(
     grads = c.new_empty((again + 1, *c.shape))
     slots = grads.unbind()
     later = slots[again].copy_(grad)
-    values = iterates.unbind() if matrix is None else (prior.prox(c, step), *iterates.unbind())
+    values = prior.prox(c, step), *iterates.unbind()
     pulled = c.new_empty((again, len(c), weight.shape[1])) if matrix is None else None
     for k in range(again - 1, -1, -1):
         if matrix is not None:
@@ -132,7 +128,8 @@ def backward(
         return dc, _product(sums + sums.t(), weight, alpha)
     assert images is not None and pulled is not None
     total = _product(_rows(grads[1:]).t(), _rows(images), alpha)
-    return dc, torch.addmm(total, _rows(iterates).t(), _rows(pulled), alpha=alpha, out=total)
+    # Put together for once: a product of its own for the first iterate would pass over the weight's size again.
+    return dc, torch.addmm(total, torch.cat(values).t(), _rows(pulled), alpha=alpha, out=total)
 
 
 def _numbers(rate: Tensor, weight: Tensor, rule: Rule) -> tuple[float, float, Tensor]:

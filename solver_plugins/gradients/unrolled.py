@@ -264,9 +264,7 @@ def _split(rest: list[Tensor], rule: Rule, matrix: Tensor | None) -> Kept:
     again = rule.iterations - 1
     if _is_stacked(rest, rule):
         # A backward pass that is compiled or transformed, unlike its forward pass.
-        if matrix is not None:
-            return Kept(rest[0].unbind(), matrix=matrix)
-        return Kept(rest[0][1:].unbind(), images=rest[1].unbind())
+        return Kept(rest[0].unbind(), images=() if rest[1] is None else rest[1].unbind(), matrix=matrix)
 
     def take(count: int) -> tuple[Tensor, ...]:
         nonlocal rest

@@ -100,7 +100,9 @@ def test_iterations_in_one_buffer(path, memory, iters, monkeypatch):
                     value_and_gradients(path, Geometry(), given, memory=memory, **options),
                     value_and_gradients("loop", Geometry(), given, **options),
                 )
-    assert taken == ([] if path == "two_step" and iters == 12 else ["iterate", "backward"] * 20)
+    # Of twelve iterations a two-step path does not keep every image.
+    few = path == "two_step" and iters == 12 and memory == "auto"
+    assert taken == ([] if few else ["iterate", "backward"] * 20)
 
 
 def test_buffers_only_where_they_fit():
