@@ -115,8 +115,7 @@ class _Gram(Products):
 
     def __init__(self, map: Map, weight: Tensor, rate: Tensor, gram: Tensor | None, matrix: Tensor | None):
         self.weight, self.rate, self.dtype = weight, rate, map.dtype
-        self.kept = 1 - rate * map.lam
-        self.lowered = map.dtype != rate.dtype
+        self.lam, self.lowered = map.lam, map.dtype != rate.dtype
         if matrix is not None:
             self.matrix = matrix
         elif self.lowered:
@@ -126,10 +125,20 @@ class _Gram(Products):
                 self.matrix = scaled @ scaled.t()
             else:
                 self.matrix = (gram.to(rate.dtype) * rate).to(map.dtype)
+        elif is_eager(rate.device) and type(rate) is Tensor and not torch.is_grad_enabled():
+            # The same in fewer operations: a small layer takes longer to call than to multiply.
+            number = float(rate)
+            self.matrix = (symmetric_product(weight) if gram is None else gram) * -number
+            self.matrix.diagonal().add_(1 - number * map.lam)
         else:
             scaled = (symmetric_product(weight) if gram is None else gram) * -rate
             self.matrix = scaled + torch.diag_embed(self.kept.expand(scaled.shape[-1]))
         self.sum = Sum()
+
+    @property
+    def kept(self) -> Tensor:
+        """``1 - r lam``."""
+        return 1 - self.rate * self.lam
 
     def advance(self, y: Tensor, c: Tensor) -> tuple[Tensor, None]:
         if self.lowered:

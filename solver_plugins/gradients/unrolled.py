@@ -12,44 +12,21 @@ right, too.
 
 import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from solver_plugins.gradients import stacked
 from solver_plugins.gradients.products import Map, products, symmetric_product
+from solver_plugins.gradients.rule import Rule
 from solver_plugins.operators import LinearMap, LinearOperator, autocast_off, product_dtype
 from solver_plugins.prox import Prior
 from solver_plugins.prox.base import Step
 from solver_plugins.solvers import FISTA, BlockProblem, ProxGD, Solution, Solver, State, working_dtype
 from solver_plugins.solvers.paths import images_kept, path_for, regroups
-
-
-@dataclass(frozen=True, eq=False)
-class Rule:
-    """All of a solve that is no tensor.
-
-    Attributes:
-        map: What it multiplies by, and with which precision.
-        path: "gram" or "two_step".
-        prior: ``g``.
-        unit: Whether the proximal step is the number one (formulation ``normalized``); else it is the rate.
-        iterations: ``T``.
-        momentum: Whether there is one (``fista``).
-        low: Whether iterates are computed again in the backward pass instead of being kept.
-        images: Of how many iterations, the first ones, a two-step path keeps ``z_k``.
-    """
-
-    map: Map
-    path: str
-    prior: Prior
-    unit: bool
-    iterations: int
-    momentum: bool
-    low: bool
-    images: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,6 +126,9 @@ def solve_unrolled(
         low=solver.low_memory,
         images=images,
     )
+    exact = problem.product_dtype == c.dtype
+    if exact and isinstance(operator, LinearMap) and stacked.may_stack(rule, math.prod(c.shape[:-1]), c.shape[-1]):
+        rule = replace(rule, stacked=True)
     rate = problem.smoothness.reciprocal()
     if torch.is_grad_enabled() and (c.requires_grad or operator.weight.requires_grad):
         v = _Unrolled.apply(c, operator.weight, rate, gram, rule)[0]
@@ -224,6 +204,10 @@ class _Unrolled(torch.autograd.Function):
 
     @staticmethod
     def forward(c: Tensor, weight: Tensor, rate: Tensor, gram: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
+        if not rule.low and stacked.stacks(rule, c, weight, rate):
+            with autocast_off(c.device):
+                v, *buffers = stacked.iterate(_flattened(c, rule), weight, rate, gram, rule)
+            return (unflattened(v, c.shape), *buffers)
         v, kept = _iterate(c, weight, rate, gram, rule, keep=not rule.low)
         return (v, kept.matrix, *kept.iterates, *kept.slopes, *kept.images, *kept.momenta)
 
@@ -250,12 +234,20 @@ class _Unrolled(torch.autograd.Function):
             v = _iterate(c, weight, rate, None if needs_weight else gram, rule, keep=False)[0]
             found = iter(torch.autograd.grad(v, live, grad, create_graph=True))
             return next(found) if needs_c else None, next(found) if needs_weight else None, None, None, None
-        kept = _split(rest, rule, matrix)
-        if rule.low:
-            kept = _iterate(c, weight, rate, gram, rule, keep=True, matrix=matrix)[1]
         with autocast_off(c.device):
-            flat = _flattened(grad, rule)
-            dc, dweight = _backward(flat, _flattened(c, rule), weight, rate, rule, kept, needs_weight)
+            flat, start = _flattened(grad, rule), _flattened(c, rule)
+            buffers = stacked.stacks(rule, c, weight, rate, grad) and (rule.low or _is_stacked(rest, rule))
+            if buffers:
+                if rule.low:
+                    _, matrix, iterates, images = stacked.iterate(start, weight, rate, gram, rule, matrix)
+                else:
+                    iterates, images = rest
+                dc, dweight = stacked.backward(flat, start, weight, rate, rule, matrix, iterates, images, needs_weight)
+            else:
+                kept = _split(rest, rule, matrix)
+                if rule.low:
+                    kept = _iterate(c, weight, rate, gram, rule, keep=True, matrix=matrix)[1]
+                dc, dweight = _backward(flat, start, weight, rate, rule, kept, needs_weight)
         return dc.reshape(c.shape) if needs_c else None, dweight, None, None, None
 
 
@@ -263,8 +255,16 @@ class _Unrolled(torch.autograd.Function):
 _Unrolled.forward.__signature__ = inspect.signature(_Unrolled.forward)  # type: ignore[attr-defined]
 
 
+def _is_stacked(rest: list[Any], rule: Rule) -> bool:
+    """Whether a forward pass has left buffers: these have one more dimension than the rows of a matrix."""
+    return rule.stacked and len(rest) == 2 and rest[0].dim() == 3
+
+
 def _split(rest: list[Tensor], rule: Rule, matrix: Tensor | None) -> Kept:
     again = rule.iterations - 1
+    if _is_stacked(rest, rule):
+        # A backward pass that is compiled or transformed, unlike its forward pass.
+        return Kept(rest[0].unbind(), images=() if rest[1] is None else rest[1].unbind(), matrix=matrix)
 
     def take(count: int) -> tuple[Tensor, ...]:
         nonlocal rest

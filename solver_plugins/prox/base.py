@@ -101,6 +101,10 @@ class Prior(abc.ABC):
         """Returns ``J^T grad`` with the Jacobian ``J`` of ``prox(., step)`` at ``a``. ``J`` is symmetric."""
         return self.derivative(a, step) * grad
 
+    def vjp_(self, a: Tensor, step: Step, grad: Tensor) -> Tensor:
+        """Returns :meth:`vjp`, and may overwrite ``grad`` with it; not for use where gradients are recorded."""
+        return self.vjp(a, step, grad)
+
     def argument(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``v`` with ``prox(v, 1) = prox(a, step)``: what to hand to an activation that stays outside.
 

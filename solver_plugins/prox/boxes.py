@@ -64,6 +64,9 @@ class ReluPrior(Prior):
         """Returns ``grad`` where ``a > 0``, else 0, in one pass over memory."""
         return torch.ops.aten.threshold_backward(grad, a, 0)
 
+    def vjp_(self, a: Tensor, step: Step, grad: Tensor) -> Tensor:
+        return torch.ops.aten.threshold_backward.grad_input(grad, a, 0, grad_input=grad)
+
     def g(self, x: Tensor) -> Tensor:
         return infinite_where(x < 0, torch.zeros_like(x))
 
@@ -83,6 +86,9 @@ class Relu6Prior(Prior):
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_{0 <= x <= 6} |x - a|^2 / (2 t)``."""
         return functional.relu6(a)
+
+    def prox_(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return a.clamp_(0, 6)
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         return ((a > 0) & (a < 6)).to(a.dtype)
@@ -127,6 +133,9 @@ class HardtanhPrior(Prior):
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_{min_val <= x <= max_val} |x - a|^2 / (2 t)``."""
         return functional.hardtanh(a, self.min_val, self.max_val)
+
+    def prox_(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return a.clamp_(self.min_val, self.max_val)
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
         return ((a > self.min_val) & (a < self.max_val)).to(a.dtype)

@@ -39,6 +39,15 @@ def test_tables_numbers_and_figure(capsys, tmp_path, small):
     assert "| 12 → 8, 16 | 3 | auto |" in out
 
 
+def test_some_variants(capsys, tmp_path, small):
+    file = tmp_path / "bench.json"
+    options = ["--iters", "3", "--repeats", "1", "--threads", "1", "--variant", "auto", "--output", str(file)]
+    assert run(capsys, "bench", "--suite", "linear", *options)[0] == 0
+    assert [row["variant"] for row in json.loads(file.read_text())["suites"]["linear"]] == ["plain", "loop", "auto"]
+    code, _, err = run(capsys, "bench", "--suite", "sampled", *options)
+    assert code == 2 and "masked" in err and "found auto" in err
+
+
 def test_what_cannot_be_measured(capsys, small):
     assert run(capsys, "bench", "--suite", "liner")[0] == 2
     code, _, err = run(capsys, "bench", "--suite", "linear", "--filter", "nothing")
