@@ -133,7 +133,12 @@ SMALLER = {"fsdp": ("--num_processes", "2")}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "more"),
-    [("one_process", {}), ("two_cpu_processes", {}), ("two_cpu_processes", {"head": HEAD, "solver": None}), ("fsdp", {})],
+    [
+        ("one_process", {}),
+        ("two_cpu_processes", {}),
+        ("two_cpu_processes", {"head": HEAD, "solver": None}),
+        ("fsdp", {}),
+    ],
     ids=["one_process", "two_cpu_processes", "two_cpu_processes-head", "fsdp"],
 )
 def test_accelerate_launch(tmp_path, config, more):
