@@ -12,8 +12,8 @@ from solver_plugins.equilibrium.regularizers import FeatureRegularizer
 from solver_plugins.equilibrium.unit import Slope, Unit
 
 
-class FixedPointProblem(Protocol):
-    """What the solvers know of a problem."""
+class Layout(Protocol):
+    """How the states of a problem lie in memory."""
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -23,18 +23,22 @@ class FixedPointProblem(Protocol):
     def channels_last(self) -> bool:
         """Whether states are a batch of feature maps that lie in memory with their channels last."""
 
+
+class FixedPointProblem(Layout, Protocol):
+    """What the solvers know of a problem."""
+
     def image(self, z: Tensor | None) -> Tensor:
         """Returns ``T(z)``; None is zero."""
 
 
-def rows_of(problem: FixedPointProblem, z: Tensor) -> Tensor:
+def rows_of(problem: Layout, z: Tensor) -> Tensor:
     """Returns states ``[batch, ...]`` with one row per problem, in the order in which they lie in memory: a view."""
     if problem.channels_last:
         z = z.permute(0, 2, 3, 1)
     return z.reshape(z.shape[: z.ndim - len(problem.dims)].numel(), -1)
 
 
-def states_of(problem: FixedPointProblem, rows: Tensor, shape: torch.Size) -> Tensor:
+def states_of(problem: Layout, rows: Tensor, shape: torch.Size) -> Tensor:
     """Returns rows as the states of that shape that :func:`rows_of` made them of."""
     if not problem.channels_last:
         return rows.reshape(shape)
