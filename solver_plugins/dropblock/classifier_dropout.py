@@ -12,6 +12,8 @@ from solver_plugins.dropblock.schemes import Sampler, Scheme
 class ClassifierDropout(AtClassifier):
     """Drops inputs of a model's last layer while it trains: the sampled twin of ``StructuredDropoutRegularizer``.
 
+    ``remove()`` takes it off the model, as does the end of a ``with`` block.
+
     Args:
         model: The classifier; see :func:`find_classifier` for how its last layer is found.
         scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler.
