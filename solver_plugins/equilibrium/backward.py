@@ -57,17 +57,14 @@ class Adjoint:
         if not w.numel():
             return w
         w, scale = self._scaled(jacobian, w)
-        y, _ = self._checked(jacobian, w, pulls=False)
+        y, _ = self._checked(jacobian, w)
         return y * scale
 
     def pull(self, jacobian: Jacobian, w: Tensor) -> Pull:
         """Returns what the product with ``J^T`` leaves at ``y``."""
         w, scale = self._scaled(jacobian, w)
-        y, pull = self._checked(jacobian, w, pulls=True)
-        if pull is None:
-            return jacobian.pull(y * scale)
-        outer, inner = (tuple(part * scale for part in parts) for parts in (pull.outer, pull.inner))
-        return Pull(outer, inner)
+        y, pull = self._checked(jacobian, w, scale)
+        return jacobian.pull(y * scale) if pull is None else pull
 
     def _scaled(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Tensor]:
         # Gradients may be of any size, and their squares must not underflow.
@@ -77,14 +74,21 @@ class Adjoint:
         scale = torch.where(scale > 0, scale, 1.0)
         return w / scale, scale
 
-    def _checked(self, jacobian: Jacobian, w: Tensor, pulls: bool) -> tuple[Tensor, Pull | None]:
-        """Returns ``y``, and what the product leaves there if it is known."""
+    def _checked(self, jacobian: Jacobian, w: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Pull | None]:
+        """Returns ``y``, and with a scale what the product leaves at ``y * scale`` if it is known."""
         pull: Pull | None = None
         if self.symmetric:
             y, residual, products = self._conjugate(jacobian, w)
         else:
-            options = {"tolerance": self._tolerance(w), "products": self.config.implicit_iters}
-            found = minimal_residuals(jacobian, w, self.dims, **options, pulls=pulls)
+            found = minimal_residuals(
+                jacobian,
+                w,
+                self.dims,
+                tolerance=self._tolerance(w),
+                products=self.config.implicit_iters,
+                pulls=scale is not None,
+                scale=scale,
+            )
             y, pull, residual, products = found.y, found.pull, found.residual, found.products
         if torch.compiler.is_compiling():
             return y, pull

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer
-from solver_plugins.equilibrium.unit import Slope, Unit
+from solver_plugins.equilibrium.unit import Slope, Unit, mixed
 
 
 class Layout(Protocol):
@@ -213,12 +213,12 @@ class Jacobian:
             outer.append(y)
             inner.append(unit.scaled(self.slopes[index], unit.operator.apply(y)))
             if index:
-                y = self._mixed(y, unit.operator.adjoint(inner[-1]))
+                y = mixed(y, unit.operator.adjoint(inner[-1]), self.alpha)
         return Pull(tuple(reversed(outer)), tuple(reversed(inner)))
 
     def finish(self, pull: Pull) -> Tensor:
         """Returns ``J^T y`` from its :meth:`pull`."""
-        return self._mixed(pull.outer[0], self.units[0].operator.adjoint(pull.inner[0]))
+        return mixed(pull.outer[0], self.units[0].operator.adjoint(pull.inner[0]), self.alpha)
 
     def weight_gradient(self, pull: Pull, index: int) -> Tensor:
         """Returns the gradient of ``<T(z), y>`` by the weight of a layer.
@@ -234,6 +234,3 @@ class Jacobian:
     def offset_gradient(self, pull: Pull, index: int) -> Tensor:
         """Returns the gradient of ``<T(z), y>`` by the offset of a layer."""
         return pull.inner[index] if self.alpha == 1 else self.alpha * pull.inner[index]
-
-    def _mixed(self, y: Tensor, curved: Tensor) -> Tensor:
-        return curved if self.alpha == 1 else torch.lerp(y, curved, self.alpha)

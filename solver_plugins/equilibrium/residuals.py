@@ -46,7 +46,14 @@ class _Layout:
 
 
 def minimal_residuals(
-    jacobian: Jacobian, w: Tensor, dims: tuple[int, ...], *, tolerance: float, products: int, pulls: bool
+    jacobian: Jacobian,
+    w: Tensor,
+    dims: tuple[int, ...],
+    *,
+    tolerance: float,
+    products: int,
+    pulls: bool,
+    scale: Tensor | None = None,
 ) -> Solved:
     """Solves ``y = w + J^T y`` for each problem of a batch; one that is done no longer moves.
 
@@ -62,6 +69,7 @@ def minimal_residuals(
         tolerance: The relative residual at which a problem is done.
         products: At most so many products.
         pulls: Whether to return what the product leaves at ``y``; for a Jacobian with nothing appended.
+        scale: One number per problem (``dims`` kept) that what is left is multiplied by; ``y`` is not.
     """
     layout, looks = _Layout(dims, jacobian.channels_last), not torch.compiler.is_compiling()
     right = rows_of(layout, w)
@@ -86,7 +94,7 @@ def minimal_residuals(
         del pull
         p, q, parts = basis.push(r, q, made - 1)
         step = torch.where(moving, (r * q).sum(1, keepdim=True), 0.0)
-        y, r = torch.addcmul(y, step, p), torch.addcmul(r, step, q, value=-1)
+        y, r = y.addcmul_(step, p), torch.addcmul(r, step, q, value=-1)
         if few:
             combination = torch.addcmul(combination, step, parts)
         error = torch.where(moving, _relative(r, y + r), error)
@@ -94,6 +102,8 @@ def minimal_residuals(
         if not looks or bool(moving.any()):
             continue
         if few and tolerance >= _TRUST * eps:
+            if scale is not None:
+                combination = combination * scale.reshape(-1, 1)
             return _solved(layout, w, y, _sum(left, combination) if pulls else None, error, made)
         if made == products:
             break
@@ -105,7 +115,7 @@ def minimal_residuals(
         error = _relative(r, image)
         moving = error > tolerance
         if not bool(moving.any()):
-            return _solved(layout, w, y, pull if pulls else None, error, made)
+            return _solved(layout, w, y, _times(pull, scale) if pulls else None, error, made)
         basis, left = _Basis(), []
         del pull, image
     return _solved(layout, w, y, None, error, made)
@@ -142,6 +152,12 @@ def _relative(change: Tensor, image: Tensor) -> Tensor:
 
 def _solved(layout: _Layout, w: Tensor, y: Tensor, pull: Pull | None, error: Tensor, products: int) -> Solved:
     return Solved(states_of(layout, y, w.shape), pull, error.squeeze(1), products)
+
+
+def _times(pull: Pull, scale: Tensor | None) -> Pull:
+    if scale is None:
+        return pull
+    return Pull(tuple(one * scale for one in pull.outer), tuple(one * scale for one in pull.inner))
 
 
 def _sum(pulls: Sequence[Pull], combination: Tensor) -> Pull:
