@@ -26,6 +26,7 @@ from solver_plugins.errors import (
 )
 
 T = TypeVar("T")
+C = TypeVar("C", bound=type)
 
 
 @dataclass(frozen=True)
@@ -87,13 +88,13 @@ class Registry(Generic[T]):
             DuplicateNameError: If the name belongs to another object.
             RegistrationError: If the name or the tags are not what they have to be, or the object is not of this kind.
         """
+        if self._check is not None:
+            self._check(name, target)
         if not isinstance(name, str) or not name:
             raise RegistrationError(f"The name of a {self.kind} has to be a string that is not empty; found {name!r}.")
         # A string is an iterable of strings: its letters would become tags.
         if isinstance(tags, str):
             raise RegistrationError(f"{self.kind} {name!r}: tags have to be a list of strings; found {tags!r}.")
-        if self._check is not None:
-            self._check(name, target)
         known = self._entries.get(name)
         if known is not None:
             if known.target is target:
@@ -106,6 +107,13 @@ class Registry(Generic[T]):
             # Not inspect.getdoc: a class without a docstring would be described by its base class.
             description = inspect.cleandoc(target.__doc__ or "").partition("\n")[0]
         self._entries[name] = Entry(name, target, description, frozenset(tags), _source_of(target))
+        return target
+
+    def register_class(self, target: C) -> C:
+        """Adds a class under its attribute ``name``, with its ``tags``, for class decorators; raises as `register`."""
+        found: Any = target
+        # Given a default, so that a class without a name meets the check, which says everything that is missing.
+        self.register(getattr(found, "name", ""), found, tags=getattr(found, "tags", ()))
         return target
 
     def names(self, filter: str | Iterable[str] | None = None) -> list[str]:
@@ -191,6 +199,21 @@ class Registry(Generic[T]):
             raise RegistrationError(f"the module {target.__name__!r} registers no {self.kind} on import")
 
 
+def subclasses_of(base: type, path: str) -> Callable[[str, Any], None]:
+    """Returns a check for :class:`Registry`: what is registered has to be a class derived from ``base``.
+
+    Args:
+        base: The class.
+        path: Where users import it from, for the message.
+    """
+
+    def check(name: str, target: Any) -> None:
+        if not (inspect.isclass(target) and issubclass(target, base)):
+            raise RegistrationError(f"{name or 'What has no name'!r} has to be a subclass of {path}; found {target!r}.")
+
+    return check
+
+
 def _source_of(target: object) -> str:
     return getattr(target, "__module__", None) or type(target).__module__
 
@@ -229,9 +252,7 @@ def register_solver(solver: S) -> S:
     The class needs the attributes ``name``, ``Config`` and ``tags`` of
     :class:`solver_plugins.solvers.base.Solver`; the first line of its docstring becomes the description.
     """
-    # Given a default, so that a class without a name meets the check, which says everything that is missing.
-    SOLVERS.register(getattr(solver, "name", "unnamed"), solver, tags=getattr(solver, "tags", ()))
-    return solver
+    return SOLVERS.register_class(solver)
 
 
 def list_solvers(filter: str | Iterable[str] | None = None) -> list[str]:

@@ -4,14 +4,15 @@ from typing import Any
 
 from torch import nn
 
-from solver_plugins.dropblock.classifier import find_classifier
+from solver_plugins.dropblock.at_classifier import AtClassifier
 from solver_plugins.dropblock.layers import structured_dropout
-from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.dropblock.schemes import GridBlocks, Sampler, Scheme, make_scheme
+from solver_plugins.dropblock.schemes import Sampler, Scheme
 
 
-class ClassifierDropout:
+class ClassifierDropout(AtClassifier):
     """Drops inputs of a model's last layer while it trains: the sampled twin of ``StructuredDropoutRegularizer``.
+
+    ``remove()`` takes it off the model, as does the end of a ``with`` block.
 
     Args:
         model: The classifier; see :func:`find_classifier` for how its last layer is found.
@@ -22,6 +23,7 @@ class ClassifierDropout:
 
     Attributes:
         name: The last layer's name.
+        classifier: The last layer.
         scheme: The scheme.
 
     Raises:
@@ -40,24 +42,8 @@ class ClassifierDropout:
         *,
         classifier: str | nn.Module | None = None,
     ):
-        self.scheme = make_scheme(scheme, theta, block_size)
-        self.name, layer = find_classifier(model, classifier)
-        if isinstance(self.scheme, GridBlocks):
-            check_divides(self.scheme.block_size, layer.in_features)
-        self._handle = layer.register_forward_pre_hook(self._drop)
+        super().__init__(model, scheme, theta, block_size, classifier)
+        self._handle = self.classifier.register_forward_pre_hook(self._drop)
 
     def _drop(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (structured_dropout(args[0], self.scheme, training=module.training), *args[1:])
-
-    def remove(self) -> None:
-        """Takes the hook off the model."""
-        self._handle.remove()
-
-    def __enter__(self) -> "ClassifierDropout":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-    def __repr__(self) -> str:
-        return f"ClassifierDropout({self.name!r}, {self.scheme})"

@@ -9,17 +9,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.dropblock.classifier import find_classifier
+from solver_plugins.dropblock.at_classifier import AtClassifier
 from solver_plugins.dropblock.errors import RegularizerError
-from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.dropblock.schemes import GridBlocks, Sampler, Scheme, make_scheme
+from solver_plugins.dropblock.schemes import Sampler, Scheme
 from solver_plugins.errors import OptionError, ShapeError
 
 Loss = Literal["squared", "cross_entropy_second_order"]
 Reduction = Literal["mean", "batchmean", "sum"]
 
 
-class StructuredDropoutRegularizer:
+class StructuredDropoutRegularizer(AtClassifier):
     """What dropping units before the last layer adds to the expected loss, computed from a hook on that layer.
 
     For the squared loss the value is exact (Lemma 3.1): the sum of the variances of the outputs. For cross-entropy
@@ -75,12 +74,9 @@ class StructuredDropoutRegularizer:
             raise OptionError(
                 f"Expected reduction to be one of {', '.join(map(repr, get_args(Reduction)))}; found {reduction!r}."
             )
-        self.scheme = make_scheme(scheme, theta, block_size)
+        super().__init__(model, scheme, theta, block_size, classifier)
         self.loss = loss
         self.reduction = reduction
-        self.name, self.classifier = find_classifier(model, classifier)
-        if isinstance(self.scheme, GridBlocks):
-            check_divides(self.scheme.block_size, self.classifier.in_features)
         self._rows: Tensor | None = None
         self._passes = 0
         self._handle = self.classifier.register_forward_hook(self._look)
@@ -136,14 +132,8 @@ class StructuredDropoutRegularizer:
 
     def remove(self) -> None:
         """Takes the hook off the model."""
-        self._handle.remove()
+        super().remove()
         self.reset()
-
-    def __enter__(self) -> "StructuredDropoutRegularizer":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
 
     def __repr__(self) -> str:
         return f"StructuredDropoutRegularizer({self.name!r}, {self.scheme}, loss={self.loss!r})"

@@ -1,12 +1,12 @@
 """The implicit gradient of an equilibrium: ``y = w + J^T y`` at the fixed point.
 
 One layer: ``a (I - W^T D W) y = w`` is symmetric and positive definite, so conjugate gradients solve it, in fewer steps
-than any fixed-point iteration. Several layers: ``J`` is not symmetric, and Anderson acceleration, which is GMRES on a
-linear map, does. The residual is checked; where it is too large the gradient of ``iters`` unrolled iterations, taken at
-the fixed point, is used instead, with a warning.
+than any fixed-point iteration. Several layers: ``J`` is not symmetric, and minimal residuals (GMRES) do. The residual
+is checked; where it is too large the gradient of ``iters`` unrolled iterations, taken at the fixed point, is used
+instead, with a warning.
 
-The gradients of weights and offsets by ``y`` need just what the product ``J^T y`` leaves at each layer, so the product
-that confirms the residual of ``y`` also yields them: nothing is recorded in the forward and no further pass is made.
+The gradients of weights and offsets by ``y`` need just what the product ``J^T y`` leaves at each layer, so the products
+that solve for ``y`` also yield them: nothing is recorded in the forward and no further pass is made.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,9 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import Jacobian, Pull
-from solver_plugins.equilibrium.solvers import Anderson, settle
+from solver_plugins.equilibrium.residuals import minimal_residuals
 from solver_plugins.errors import NotConvergedWarning, warn
 from solver_plugins.gradients import conjugate_gradients
-
-_WINDOW = 8
-"""Of Anderson's method for the backward: a linear map rewards a longer memory than one with kinks."""
 
 
 @dataclass
@@ -35,27 +32,6 @@ class BackwardReport:
 
     products: int = 0
     residual: float | None = None
-
-
-@dataclass(eq=False)
-class _AdjointProblem:
-    """``y -> w + J^T y``, for the solvers of fixed points; it keeps what the last product left."""
-
-    jacobian: Jacobian
-    w: Tensor
-    dims: tuple[int, ...]
-    pull: Pull | None = None
-
-    @property
-    def channels_last(self) -> bool:
-        return self.jacobian.channels_last
-
-    def image(self, y: Tensor | None) -> Tensor:
-        self.pull = None  # Before the next one is made: both together would take twice the memory.
-        if y is None:
-            return self.w
-        self.pull = self.jacobian.pull(y)
-        return self.w + self.jacobian.finish(self.pull)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,11 +63,8 @@ class Adjoint:
     def pull(self, jacobian: Jacobian, w: Tensor) -> Pull:
         """Returns what the product with ``J^T`` leaves at ``y``."""
         w, scale = self._scaled(jacobian, w)
-        y, pull = self._checked(jacobian, w)
-        if pull is None:
-            return jacobian.pull(y * scale)
-        outer, inner = (tuple(part * scale for part in parts) for parts in (pull.outer, pull.inner))
-        return Pull(outer, inner)
+        y, pull = self._checked(jacobian, w, scale)
+        return jacobian.pull(y * scale) if pull is None else pull
 
     def _scaled(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Tensor]:
         # Gradients may be of any size, and their squares must not underflow.
@@ -101,9 +74,22 @@ class Adjoint:
         scale = torch.where(scale > 0, scale, 1.0)
         return w / scale, scale
 
-    def _checked(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Pull | None]:
-        """Returns ``y``, and what the product left there if there was one."""
-        y, pull, residual, products = self._conjugate(jacobian, w) if self.symmetric else self._anderson(jacobian, w)
+    def _checked(self, jacobian: Jacobian, w: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Pull | None]:
+        """Returns ``y``, and with a scale what the product leaves at ``y * scale`` if it is known."""
+        pull: Pull | None = None
+        if self.symmetric:
+            y, residual, products = self._conjugate(jacobian, w)
+        else:
+            found = minimal_residuals(
+                jacobian,
+                w,
+                self.dims,
+                tolerance=self._tolerance(w),
+                products=self.config.implicit_iters,
+                pulls=scale is not None,
+                scale=scale,
+            )
+            y, pull, residual, products = found.y, found.pull, found.residual, found.products
         if torch.compiler.is_compiling():
             return y, pull
         self.report.products, self.report.residual = products, float(residual.amax())
@@ -121,9 +107,9 @@ class Adjoint:
             y = w + jacobian.transposed(y)
         return y, None
 
-    def _conjugate(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, None, Tensor, int]:
+    def _conjugate(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Tensor, int]:
         (unit,), (slope,) = jacobian.units, jacobian.slopes
-        y, residual, products = conjugate_gradients(
+        return conjugate_gradients(
             lambda y: y - unit.curvature(slope, y),
             w / jacobian.alpha,
             self.dims,
@@ -131,14 +117,6 @@ class Adjoint:
             tolerance=self._tolerance(w),
             stop=not torch.compiler.is_compiling(),
         )
-        return y, None, residual, products
-
-    def _anderson(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Pull | None, Tensor, int]:
-        problem = _AdjointProblem(jacobian, w, self.dims)
-        solver = Anderson(Anderson.Config(window=_WINDOW, tol=self._tolerance(w)))
-        # From zero, where the image is w and costs no product: its difference to the next one counts.
-        run = settle(solver, problem, iters=self.config.implicit_iters + 1)
-        return run.value, problem.pull, run.residual, run.evaluations - 1
 
     def _tolerance(self, w: Tensor) -> float:
         return max(float(self.config.tol), torch.finfo(w.dtype).eps)

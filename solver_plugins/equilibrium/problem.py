@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer
-from solver_plugins.equilibrium.unit import Slope, Unit
+from solver_plugins.equilibrium.unit import Slope, Unit, mixed
 
 
-class FixedPointProblem(Protocol):
-    """What the solvers know of a problem."""
+class Layout(Protocol):
+    """How the states of a problem lie in memory."""
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -23,18 +23,22 @@ class FixedPointProblem(Protocol):
     def channels_last(self) -> bool:
         """Whether states are a batch of feature maps that lie in memory with their channels last."""
 
+
+class FixedPointProblem(Layout, Protocol):
+    """What the solvers know of a problem."""
+
     def image(self, z: Tensor | None) -> Tensor:
         """Returns ``T(z)``; None is zero."""
 
 
-def rows_of(problem: FixedPointProblem, z: Tensor) -> Tensor:
+def rows_of(problem: Layout, z: Tensor) -> Tensor:
     """Returns states ``[batch, ...]`` with one row per problem, in the order in which they lie in memory: a view."""
     if problem.channels_last:
         z = z.permute(0, 2, 3, 1)
     return z.reshape(z.shape[: z.ndim - len(problem.dims)].numel(), -1)
 
 
-def states_of(problem: FixedPointProblem, rows: Tensor, shape: torch.Size) -> Tensor:
+def states_of(problem: Layout, rows: Tensor, shape: torch.Size) -> Tensor:
     """Returns rows as the states of that shape that :func:`rows_of` made them of."""
     if not problem.channels_last:
         return rows.reshape(shape)
@@ -209,12 +213,12 @@ class Jacobian:
             outer.append(y)
             inner.append(unit.scaled(self.slopes[index], unit.operator.apply(y)))
             if index:
-                y = self._mixed(y, unit.operator.adjoint(inner[-1]))
+                y = mixed(y, unit.operator.adjoint(inner[-1]), self.alpha)
         return Pull(tuple(reversed(outer)), tuple(reversed(inner)))
 
     def finish(self, pull: Pull) -> Tensor:
         """Returns ``J^T y`` from its :meth:`pull`."""
-        return self._mixed(pull.outer[0], self.units[0].operator.adjoint(pull.inner[0]))
+        return mixed(pull.outer[0], self.units[0].operator.adjoint(pull.inner[0]), self.alpha)
 
     def weight_gradient(self, pull: Pull, index: int) -> Tensor:
         """Returns the gradient of ``<T(z), y>`` by the weight of a layer.
@@ -230,6 +234,3 @@ class Jacobian:
     def offset_gradient(self, pull: Pull, index: int) -> Tensor:
         """Returns the gradient of ``<T(z), y>`` by the offset of a layer."""
         return pull.inner[index] if self.alpha == 1 else self.alpha * pull.inner[index]
-
-    def _mixed(self, y: Tensor, curved: Tensor) -> Tensor:
-        return curved if self.alpha == 1 else torch.lerp(y, curved, self.alpha)

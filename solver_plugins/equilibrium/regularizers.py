@@ -5,7 +5,6 @@ A third-party distribution adds one by an entry point of the group ``solver_plug
 
 import abc
 import dataclasses
-import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar, final
@@ -13,8 +12,8 @@ from typing import Any, ClassVar, TypeVar, final
 import torch
 from torch import Tensor
 
-from solver_plugins.errors import OptionError, RegistrationError, did_you_mean
-from solver_plugins.registry import Registry
+from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.registry import Registry, subclasses_of
 
 Dims = tuple[int, ...]
 """The (negative) dimensions of one sample: features first, then space."""
@@ -55,26 +54,17 @@ class FeatureRegularizer(abc.ABC):
         return None
 
 
-def _check(name: str, regularizer: Any) -> None:
-    if not (inspect.isclass(regularizer) and issubclass(regularizer, FeatureRegularizer)):
-        raise RegistrationError(
-            f"Feature regularizer {name!r} has to be a subclass of solver_plugins.equilibrium.FeatureRegularizer; "
-            f"found {regularizer!r}."
-        )
-
-
 FEATURE_REGULARIZERS: Registry[type[FeatureRegularizer]] = Registry(
-    "feature regularizer", entry_point_group="solver_plugins.feature_regularizers", check=_check
+    "feature regularizer",
+    entry_point_group="solver_plugins.feature_regularizers",
+    check=subclasses_of(FeatureRegularizer, "solver_plugins.equilibrium.FeatureRegularizer"),
 )
 R = TypeVar("R", bound=type[FeatureRegularizer])
 
 
 def register_regularizer(regularizer: R) -> R:
     """Class decorator: registers a feature regulariser under its ``name``."""
-    FEATURE_REGULARIZERS.register(
-        getattr(regularizer, "name", "unnamed"), regularizer, tags=getattr(regularizer, "tags", ())
-    )
-    return regularizer
+    return FEATURE_REGULARIZERS.register_class(regularizer)
 
 
 def list_regularizers(filter: str | Iterable[str] | None = None) -> list[str]:

@@ -39,7 +39,7 @@ class Unit:
 
     def argument(self, z: Tensor | None) -> Tensor:
         """Returns ``W z + c``; None is zero."""
-        return self.offset if z is None else self.operator.apply(z) + self.offset
+        return self.offset if z is None else _added(self.operator.apply(z), self.offset)
 
     def value(self, z: Tensor | None) -> Tensor:
         """Returns ``W^T s(W z + c)``."""
@@ -47,7 +47,7 @@ class Unit:
 
     def step(self, z: Tensor | None, alpha: float) -> Tensor:
         """Returns ``alpha W^T s(W z + c) + (1 - alpha) z`` (equation 5)."""
-        return _mixed(z, self.value(z), alpha)
+        return mixed(z, self.value(z), alpha)
 
     def step_with_slope(self, z: Tensor | None, alpha: float) -> "tuple[Tensor, Slope]":
         """Returns the step and ``D = s'(W z + c)``; the latter is not recorded."""
@@ -57,7 +57,7 @@ class Unit:
             # ReLU, say, multiplies by its slope in one pass over memory, given its value, which is kept anyway.
             known = self.prior.slope_from_value and type(self.prior).vjp is not Prior.vjp
             slope = Slope(value.detach(), None if known else self.prior.derivative(argument, 1.0))
-        return _mixed(z, self.operator.adjoint(value), alpha), slope
+        return mixed(z, self.operator.adjoint(value), alpha), slope
 
     def scaled(self, slope: "Slope", v: Tensor) -> Tensor:
         """Returns ``D v``."""
@@ -81,7 +81,17 @@ class Unit:
         return Unit(operator, self.offset.new_empty(0), self.prior)
 
 
-def _mixed(z: Tensor | None, value: Tensor, alpha: float) -> Tensor:
+def mixed(z: Tensor | None, value: Tensor, alpha: float) -> Tensor:
+    """Returns ``alpha value + (1 - alpha) z``; None is zero. Where nothing is recorded ``value`` is written over."""
+    if alpha == 1:
+        return value
     if z is None:
-        return value if alpha == 1 else alpha * value
-    return value if alpha == 1 else torch.lerp(z, value, alpha)
+        return alpha * value
+    return torch.lerp(z, value, alpha) if torch.is_grad_enabled() else value.lerp_(z, 1 - alpha)
+
+
+def _added(product: Tensor, offset: Tensor) -> Tensor:
+    """Returns the sum; where nothing is recorded it is written over the product: new memory costs more than the sum."""
+    if torch.is_grad_enabled() or product.dtype != offset.dtype or product.shape != offset.shape:
+        return product + offset
+    return product.add_(offset)

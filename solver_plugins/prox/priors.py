@@ -7,25 +7,21 @@ import inspect
 from collections.abc import Iterable
 from typing import Any, TypeVar
 
-from solver_plugins.errors import OptionError, RegistrationError, did_you_mean
+from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.prox.base import Prior
-from solver_plugins.registry import Registry
+from solver_plugins.registry import Registry, subclasses_of
 
 P = TypeVar("P", bound=type[Prior])
 
 
-def _check(name: str, prior: Any) -> None:
-    if not (inspect.isclass(prior) and issubclass(prior, Prior)):
-        raise RegistrationError(f"Prior {name!r} has to be a subclass of solver_plugins.prox.Prior; found {prior!r}.")
-
-
-PRIORS: Registry[type[Prior]] = Registry("prior", entry_point_group="solver_plugins.priors", check=_check)
+PRIORS: Registry[type[Prior]] = Registry(
+    "prior", entry_point_group="solver_plugins.priors", check=subclasses_of(Prior, "solver_plugins.prox.Prior")
+)
 
 
 def register_prior(prior: P) -> P:
     """Class decorator: registers a prior under its ``name``; the first line of its docstring is the description."""
-    PRIORS.register(getattr(prior, "name", ""), prior, tags=getattr(prior, "tags", ()))
-    return prior
+    return PRIORS.register_class(prior)
 
 
 def list_priors(filter: str | Iterable[str] | None = None) -> list[str]:

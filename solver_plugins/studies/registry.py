@@ -37,8 +37,7 @@ S = TypeVar("S", bound=type)
 
 def register_study(study: S) -> S:
     """Class decorator: registers a study under its ``name``; its docstring's first line becomes the description."""
-    STUDIES.register(getattr(study, "name", "unnamed"), study, tags=getattr(study, "tags", ()))
-    return study
+    return STUDIES.register_class(study)
 
 
 def list_studies(filter: str | Iterable[str] | None = None) -> list[str]:

@@ -20,6 +20,13 @@ from tests.train.runs import VIT, everything, run_as, spawning, tiny, weights
 
 ROOT = Path(__file__).parents[2]
 DOUBLE = {"spec": "timm/test_vit", "args": VIT, "dtype": "float64"}
+HEAD = {
+    "hidden": 8,
+    "tol": 1e-13,
+    "iters": 200,
+    "solver_args": {"implicit_tol": 1e-13, "implicit_iters": 200},
+}
+"""An equilibrium that is exact up to rounding."""
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "NO_WRAP",
            "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
            "FSDP_CPU_RAM_EFFICIENT_LOADING": "false"}  # fmt: skip
@@ -43,13 +50,7 @@ def in_two_processes(config, resume=False, environment=None):
 
 def test_two_processes_train_as_one(tmp_path):
     """Both arms, plain and proxgd with all that is added to it; 37 examples are shared out unevenly."""
-    more = {"proxprop": {"mode": "cg3"}, "regularizer": {"theta": 0.8, "block_size": 4}}
-    more["head"] = {
-        "hidden": 8,
-        "tol": 1e-13,
-        "iters": 200,
-        "solver_args": {"implicit_tol": 1e-13, "implicit_iters": 200},
-    }
+    more = {"proxprop": {"mode": "cg3"}, "regularizer": {"theta": 0.8, "block_size": 4}, "head": HEAD}
     one = finetune(tiny(tmp_path / "one", model=DOUBLE, baseline=True, **more))
     in_two_processes(tiny(tmp_path / "two", model=DOUBLE, baseline=True, **more))
     for arm in ("solver", "baseline"):
@@ -130,9 +131,18 @@ SMALLER = {"fsdp": ("--num_processes", "2")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", ["one_process", "two_cpu_processes", "fsdp"])
-def test_accelerate_launch(tmp_path, config):
-    (tmp_path / "run.yaml").write_text(tiny(tmp_path / "run", model=DOUBLE).to_yaml())
+@pytest.mark.parametrize(
+    ("config", "more"),
+    [
+        ("one_process", {}),
+        ("two_cpu_processes", {}),
+        ("two_cpu_processes", {"head": HEAD, "solver": None}),
+        ("fsdp", {}),
+    ],
+    ids=["one_process", "two_cpu_processes", "two_cpu_processes-head", "fsdp"],
+)
+def test_accelerate_launch(tmp_path, config, more):
+    (tmp_path / "run.yaml").write_text(tiny(tmp_path / "run", model=DOUBLE, **more).to_yaml())
     done = subprocess.run(
         [
             Path(sys.executable).with_name("accelerate"), "launch", "--config_file",
@@ -144,6 +154,6 @@ def test_accelerate_launch(tmp_path, config):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Report:") == 1
-    finetune(tiny(tmp_path / "here", model=DOUBLE))
+    finetune(tiny(tmp_path / "here", model=DOUBLE, **more))
     here, launched = weights(tmp_path / "here"), weights(tmp_path / "run")
     assert max(float((here[name] - launched[name]).abs().max()) for name in here) < 1e-10

@@ -5,7 +5,6 @@ distribution offers it through the entry-point group ``solver_plugins.equilibriu
 """
 
 import abc
-import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
@@ -15,8 +14,7 @@ from torch import Tensor
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium.problem import EquilibriumProblem
-from solver_plugins.errors import RegistrationError
-from solver_plugins.registry import Registry
+from solver_plugins.registry import Registry, subclasses_of
 
 
 class EquilibriumConfig(StrictConfig):
@@ -102,24 +100,17 @@ class EquilibriumSolver(abc.ABC):
         """
 
 
-def _check(name: str, solver: Any) -> None:
-    if not (inspect.isclass(solver) and issubclass(solver, EquilibriumSolver)):
-        raise RegistrationError(
-            f"Equilibrium solver {name!r} has to be a subclass of solver_plugins.equilibrium.EquilibriumSolver; found "
-            f"{solver!r}."
-        )
-
-
 EQUILIBRIUM_SOLVERS: Registry[type[EquilibriumSolver]] = Registry(
-    "equilibrium solver", entry_point_group="solver_plugins.equilibrium_solvers", check=_check
+    "equilibrium solver",
+    entry_point_group="solver_plugins.equilibrium_solvers",
+    check=subclasses_of(EquilibriumSolver, "solver_plugins.equilibrium.EquilibriumSolver"),
 )
 S = TypeVar("S", bound=type[EquilibriumSolver])
 
 
 def register_equilibrium_solver(solver: S) -> S:
     """Class decorator: registers a solver under its ``name``; the first line of its docstring is the description."""
-    EQUILIBRIUM_SOLVERS.register(getattr(solver, "name", "unnamed"), solver, tags=getattr(solver, "tags", ()))
-    return solver
+    return EQUILIBRIUM_SOLVERS.register_class(solver)
 
 
 def list_equilibrium_solvers(filter: str | Iterable[str] | None = None) -> list[str]:
