@@ -2,7 +2,7 @@
 
 from solver_plugins.blocks.base import SolverBlock, install_block, remove_block
 from solver_plugins.blocks.calibration import calibrate, set_blend
-from solver_plugins.blocks.chain import ChainBlock, Outlet, Partner, install_chain, partner_of, remove_chain
+from solver_plugins.blocks.chain import ChainBlock, Outlet, Partner, install_chain, partner_of, remove_chain, scope_of
 from solver_plugins.blocks.classes import SolverConv1d, SolverConv2d, SolverConv3d, SolverLinear
 from solver_plugins.blocks.functional import solve_layer, solver_conv1d, solver_conv2d, solver_conv3d, solver_linear
 from solver_plugins.blocks.layer import LayerBlock
@@ -34,6 +34,7 @@ __all__ = [
     "refresh_steps",
     "remove_block",
     "remove_chain",
+    "scope_of",
     "set_blend",
     "solve_layer",
     "solver_conv1d",

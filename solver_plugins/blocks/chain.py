@@ -9,8 +9,10 @@ A norm over the batch scales the rows of ``A`` by ``d = gamma / sqrt(var + eps)`
 ones in evaluation. ``L`` is certified for a reference diagonal and scaled by ``max_i (d_i / dbar_i)^2``.
 """
 
+import itertools
+import threading
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from solver_plugins.prox import Prior
 from solver_plugins.solvers import Solver, working_dtype
 
 Role = Literal["norm", "norm-activation", "activation"]
-_RESERVED = RESERVED | {"diagonal_reference", "role", "outlet", "norm", "stash"}
+_RESERVED = RESERVED | {"diagonal_reference", "role", "outlet", "norm", "stash", "scope"}
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,82 @@ def partner_of(name: str, modules: dict[str, nn.Module]) -> Partner:
     return Partner(modules[parent], child)
 
 
-@dataclass
-class Stash:
-    """Input, output and kernel of one call, until the outlet takes them. Copies and pickles of it are empty."""
+def scope_of(names: tuple[str, str], modules: dict[str, nn.Module]) -> nn.Module:
+    """Returns the innermost module that holds the modules of both names, given the modules of a model by name."""
+    pairs = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    return modules[".".join(one for one, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))]
 
-    call: tuple[Tensor, Tensor, Tensor] | None = None
 
-    def take(self) -> tuple[Tensor, Tensor, Tensor] | None:
+class Kept(NamedTuple):
+    """One call of the layer at the start of a chain.
+
+    Attributes:
+        input: What the layer was given.
+        output: What it returned.
+        kernel: Its weight.
+        task: The backward pass that it ran in, recomputed by gradient checkpointing; -1 outside of any.
+        node: What computed the output, where gradients are recorded.
+    """
+
+    input: Tensor
+    output: Tensor
+    kernel: Tensor
+    task: int = -1
+    node: Any = None
+
+    def leads_to(self, argument: Tensor) -> bool:
+        """Whether an argument can be of this call, and not of one that came after a pass had been broken off."""
+        if torch.compiler.is_compiling():
+            return True
+        if self.task != _backward_pass():
+            return False
+        # Parts of one pass may be recomputed by themselves, a layer without its outlet among them.
+        return self.task == -1 or self.node is None or _reaches(argument, self.node)
+
+
+def _backward_pass() -> int:
+    """Returns the number of the backward pass that runs in this thread; -1 for none."""
+    return -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+
+
+def _reaches(tensor: Tensor, node: Any) -> bool:
+    """Whether a tensor was computed from what a node of the autograd graph returned; it stands near, if it does."""
+    level, seen = {tensor.grad_fn}, set()
+    while level:
+        if node in level:
+            return True
+        seen |= level
+        level = {one for after in level if after is not None for one, _ in after.next_functions} - seen
+    return False
+
+
+class _Cell:
+    """One place for a call."""
+
+    def __init__(self) -> None:
+        self.call: Kept | None = None
+
+
+class Stash(threading.local):
+    """A call of the layer, until the outlet takes it: one per thread. Copies and pickles of it are empty."""
+
+    def __init__(self) -> None:
+        # For every thread anew, at its first look. A cell, as torch.compile does not follow writes to a local itself.
+        self._cell = _Cell()
+
+    @property
+    def call(self) -> Kept | None:
+        """What is kept in this thread."""
+        return self._cell.call
+
+    def keep(self, call: Kept | None) -> None:
+        """Keeps a call in place of another one; None keeps nothing."""
+        self._cell.call = call
+
+    def take(self) -> Kept | None:
         """Returns the call and forgets it, so that no graph outlives its step."""
-        call, self.call = self.call, None
+        cell = self._cell
+        call, cell.call = cell.call, None
         return call
 
     def __deepcopy__(self, memo: Any) -> "Stash":
@@ -74,6 +143,24 @@ class Stash:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Stash, ()
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """The innermost module that holds both ends of a chain, without being a part of its holder."""
+
+    module: nn.Module
+
+
+@dataclass(frozen=True, eq=False)
+class Forget:
+    """A hook before the module around a chain: a new pass knows nothing of one that was broken off."""
+
+    chain: Held
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        """Forgets what the chain's layer computed."""
+        self.chain.module.stash.keep(None)
 
 
 class ChainBlock(LayerBlock):
@@ -87,12 +174,15 @@ class ChainBlock(LayerBlock):
         outlet: Where the argument is complete.
         norm: The norm, if there is one and it is not the outlet.
         stash: What the layer's last call computed.
+        scope: The module in whose passes a shared outlet may be called without the layer; None where an outlet serves
+            this layer alone.
     """
 
     role: Role
     outlet: Partner
     norm: Partner | None
     stash: Stash
+    scope: Around | None
     diagonal_reference: Tensor
 
     @classmethod
@@ -125,7 +215,8 @@ class ChainBlock(LayerBlock):
                 output, kernel = super().forward(input), self._kernel()
         else:
             output, kernel = super().forward(input), self._kernel()
-        self.stash.call = (input, output, kernel)
+        node = None if torch.compiler.is_compiling() else output.grad_fn
+        self.stash.keep(Kept(input, output, kernel, _backward_pass(), node))
         return output
 
     def _find_outlet(self) -> None:
@@ -153,9 +244,9 @@ class ChainBlock(LayerBlock):
             normed: What the outlet, a norm, was given: the layer's output, and what others (adapters) added to it.
         """
         call = self.stash.take()
-        if call is None:
+        if call is None or not call.leads_to(argument):
             return None
-        u, y, kernel = call
+        u, y, kernel = call.input, call.output, call.kernel
         if not torch.compiler.is_compiling() and hasattr(self, "unshard") and kernel.untyped_storage().size() == 0:
             raise SolverPluginsError(
                 f"The weight of this {type(self).__name__} was sharded again before the norm or activation behind it "
@@ -240,6 +331,7 @@ def install_chain(
     prior: Prior,
     solver: Solver,
     shared: bool = False,
+    scope: nn.Module | None = None,
 ) -> ChainBlock:
     """Turns the layer at the start of a chain into a solver where it stands, and opens its outlet.
 
@@ -251,6 +343,7 @@ def install_chain(
         prior: Whose proximal map the activation is.
         solver: How to solve.
         shared: Whether the outlet is also called for no chain at all.
+        scope: The innermost module that holds both (see :func:`scope_of`): its pass starts with nothing computed.
 
     Raises:
         SolverPluginsError: If it cannot be one; both modules are as they were then.
@@ -265,6 +358,9 @@ def install_chain(
     block: ChainBlock = layer  # type: ignore[assignment]
     try:
         block.role, block.outlet, block.norm, block.stash = role, outlet, norm, Stash()
+        block.scope = Around(scope) if scope is not None and shared else None
+        if block.scope is not None:
+            block.scope.module.register_forward_pre_hook(Forget(Held(block)))
         opened = install_outlet(outlet, role)
         opened.chained, opened.shared = (*opened.chained, Held(block)), opened.shared or shared
         block._set_up_solver(prior, solver, "argument")
@@ -307,4 +403,9 @@ def remove_chain(block: ChainBlock) -> nn.Module:
         for key in [key for key, hook in hooks.items() if hook is _certify_chains]:
             del hooks[key]
         take_off(outlet)
+    scope = vars(block).get("scope")
+    if scope is not None:
+        before = scope.module._forward_pre_hooks
+        for key in [key for key, hook in before.items() if isinstance(hook, Forget) and hook.chain.module is block]:
+            del before[key]
     return strip(block, _RESERVED)

@@ -18,6 +18,7 @@ from solver_plugins.blocks import (
     install_pass_through,
     install_route,
     partner_of,
+    scope_of,
 )
 from solver_plugins.config import StrictConfig
 from solver_plugins.prox import PRIORS, make_prior, prox_for
@@ -106,7 +107,8 @@ def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
             else:
                 layer, host = modules[block.layer], partner_of(block.host, modules)
                 norm = None if block.norm is None else partner_of(block.norm, modules)
-                made = install_chain(layer, host, block.role, norm, prior, solver, block.shared)
+                scope = scope_of((block.layer, block.host), modules)
+                made = install_chain(layer, host, block.role, norm, prior, solver, block.shared, scope)
             made.routed = block.routed
         settle_conversion(model, conversion)
         for name in conversion.passed_over:

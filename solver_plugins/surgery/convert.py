@@ -22,6 +22,7 @@ from solver_plugins.blocks import (
     partner_of,
     remove_block,
     remove_chain,
+    scope_of,
     take_off,
 )
 from solver_plugins.blocks.chain import Role
@@ -252,7 +253,8 @@ def _install(block: Block, modules: dict[str, nn.Module], solver: Solver) -> Lay
         role = "norm-activation" if block.norm is not None and block.norm.holds_activation else "norm"
     layer, outlet = modules[block.name], partner_of(block.host_name, modules)
     shared = block.activation is not None and block.activation.ownership == "shared" and role == "activation"
-    return install_chain(layer, outlet, role, norm if role == "activation" else None, prior, solver, shared)
+    scope = scope_of((block.name, block.host_name), modules)
+    return install_chain(layer, outlet, role, norm if role == "activation" else None, prior, solver, shared, scope)
 
 
 def restore(model: nn.Module) -> bool:

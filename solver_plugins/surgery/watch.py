@@ -133,7 +133,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
             random.setstate(python)
             np.random.set_state(numpy)
             for stash, call in stashes:
-                stash.call = call
+                stash.keep(call)
             with torch.no_grad():
                 for key, one in tensors.items():
                     if not _same(one, values[key]):
