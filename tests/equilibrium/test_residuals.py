@@ -1,5 +1,7 @@
 """Minimal residuals of the implicit backward: against dense solves; what few products left adds up to the gradients."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -91,7 +93,7 @@ def test_residuals_are_least_on_the_span_of_the_products():
         powers.append(jacobian.transposed(powers[-1]))
         for sample in range(len(w)):
             # (I - J^T) of the first powers, whose span the solution lies in.
-            span = torch.stack([(a - b)[sample] for a, b in zip(powers[:-1], powers[1:], strict=True)], 1)
+            span = torch.stack([(a - b)[sample] for a, b in itertools.pairwise(powers)], 1)
             least = torch.linalg.lstsq(span, w[sample, :, None], driver="gelsd").solution
             expected = (w[sample, :, None] - span @ least).norm()
             y = found.y[sample]
