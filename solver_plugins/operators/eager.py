@@ -18,4 +18,4 @@ def is_faked() -> bool:
     """Whether a FakeTensorMode is active, in which every result is a shape without values."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
