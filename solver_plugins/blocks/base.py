@@ -115,7 +115,7 @@ class SolverBlock(LayerBlock):
 
     def operator(self, input_shape: torch.Size | tuple[int, ...], diagonal: Tensor | None = None) -> LinearOperator:
         """Returns the layer as a linear operator on inputs of one shape."""
-        return operator_from_kernel(self._kernel(), self.geometry, input_shape, diagonal=diagonal)
+        return operator_from_kernel(self._kernel_at_rest(), self.geometry, input_shape, diagonal=diagonal)
 
     def _run(
         self, input: Tensor, generator: torch.Generator | None = None, diagnose: bool = False

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from solver_plugins.blocks.layer import LayerBlock
+from solver_plugins.blocks.layer import LayerBlock, check_blend
 from solver_plugins.errors import InputError, OptionError
 from solver_plugins.registry import SOLVERS
 
@@ -94,10 +94,15 @@ def calibrate(
 
     Raises:
         OptionError: If the model has no solver block.
-        InputError: If there is no batch, some block never ran, or its output is not finite. The model is as it was
-            then, as after every other error.
+        InputError: If there is no batch, or something else in place of a list of them; if some block never ran, or its
+            output is not finite. The model is as it was then, as after every other error.
     """
     blocks = _blocks_of(model)
+    if isinstance(batches, (Tensor, str, bytes, Mapping)) or not isinstance(batches, Iterable):
+        one = " For a single batch, pass [batch]." if isinstance(batches, (Tensor, Mapping)) else ""
+        raise InputError(
+            f"Expected batches to calibrate with, a list of them or a DataLoader; found {type(batches).__name__}.{one}"
+        )
     kept = list(batches)
     if not kept:
         raise InputError("Expected at least one batch to calibrate with; found none.")
@@ -130,8 +135,7 @@ def set_blend(model: nn.Module, blend: float) -> None:
         OptionError: If the model has no solver block, or the blend is not in [0, 1].
     """
     blocks = _blocks_of(model)
-    if not 0 <= blend <= 1:
-        raise OptionError(f"Expected a blend in [0, 1]; found {blend!r}.")
+    check_blend(blend)
     for block in blocks.values():
         block.set_blend(blend)
 

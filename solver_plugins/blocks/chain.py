@@ -16,16 +16,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils import parametrize
 
-from solver_plugins.blocks.fold import check_foldable, diagonal_of, normalised, reference_diagonal
+from solver_plugins.blocks.fold import check_foldable, diagonal_of, is_frozen, normalised, reference_diagonal
 from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
 from solver_plugins.blocks.made import Shell, hides_forward, made_class, take_off
 from solver_plugins.blocks.run import run_block
 from solver_plugins.blocks.stepsize import certify_after_loading
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
 from solver_plugins.operators import operator_from_kernel, reader_for, rescaled_bound
-from solver_plugins.prox import Prior
+from solver_plugins.prox import Prior, prox_for
 from solver_plugins.solvers import Solver, working_dtype
 
 Role = Literal["norm", "norm-activation", "activation"]
@@ -192,9 +193,16 @@ class ChainBlock(LayerBlock):
 
     def folded_norm(self) -> nn.Module | None:
         """Returns the norm that is folded into the linear map."""
-        if self.role != "activation":
-            return self.outlet.module
-        return None if self.norm is None else self.norm.module
+        place = self.norm if self.role == "activation" else self.outlet
+        if place is None:
+            return None
+        norm = place.module
+        if not isinstance(norm, _BatchNorm) and not is_frozen(norm):
+            raise UnsupportedLayerError(
+                f"Expected the BatchNorm that was folded into a solver at {place.name!r}; found {type(norm).__name__}, "
+                "put there after the conversion. Call revert_model(model) first, then replace the norm, then convert."
+            )
+        return norm
 
     def _reference(self) -> Tensor | None:
         return None if self.folded_norm() is None else self.diagonal_reference
@@ -229,7 +237,23 @@ class ChainBlock(LayerBlock):
                 f"A {type(outlet).__name__} was put in the place of a converted module. Run one forward pass, or call "
                 "refresh_steps(model), before the model is compiled."
             )
+        if self.role == "activation":
+            self._check_activation(outlet)
+        else:
+            self.folded_norm()
         install_outlet(self.outlet, self.role).chained = (Held(self),)
+
+    def _check_activation(self, found: nn.Module) -> None:
+        """Raises UnsupportedLayerError for an activation in the place of another one that the solver does not know."""
+        try:
+            prior = prox_for(found)
+        except SolverPluginsError:
+            prior = None
+        if prior is None or (prior != self.prior and not (prior.learnable and type(prior) is type(self.prior))):
+            raise UnsupportedLayerError(
+                f"Expected the activation of {self.prior!r} at {self.outlet.name!r}; found {type(found).__name__}, put "
+                "there after the conversion. Call revert_model(model) first, then replace it, then convert."
+            )
 
     def compute_step(self, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
         if "outlet" in vars(self):

@@ -1,5 +1,6 @@
 """What every solver block has: a linear layer that is read as a kernel, a prior, a solver, and a scale."""
 
+import numbers
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from solver_plugins.blocks.passthrough import undropped
 from solver_plugins.blocks.run import check_combination, check_rank
 from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
 from solver_plugins.errors import OptionError, UnsupportedLayerError
-from solver_plugins.operators import Geometry, autocast_off, read_layer
+from solver_plugins.operators import Geometry, at_rest, autocast_off, read_layer
 from solver_plugins.prox import Prior
 from solver_plugins.solvers import Solver
 
@@ -21,6 +22,13 @@ Observer = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
 
 _OWN = {"residual", "geometry", "solver", "prior", "channel_gain", "channel_shift", "blend", "routed", "observer"}
 RESERVED = {*STEP_BUFFERS, *_OWN, "gram"}
+
+
+def check_blend(blend: Any) -> None:
+    """Raises OptionError for a blend that is no number in [0, 1]."""
+    number = isinstance(blend, numbers.Real) and not isinstance(blend, bool)
+    if not number or not 0 <= blend <= 1:
+        raise OptionError(f"Expected a blend in [0, 1]; found {blend!r}.")
 
 
 class LayerBlock(TrackedStep):
@@ -53,7 +61,8 @@ class LayerBlock(TrackedStep):
     observer: Observer | None
 
     def _set_up_solver(self, prior: Prior, solver: Solver, output: str) -> None:
-        kernel, geometry = type(self).kernel_reader(self)
+        with at_rest(self):
+            kernel, geometry = type(self).kernel_reader(self)
         check_combination(solver, prior, output, kernel.shape[0], kernel.shape[1] * geometry.groups, geometry)
         check_rank(solver, prior, kernel)
         self.geometry, self.solver, self.prior = geometry, solver, prior
@@ -84,7 +93,7 @@ class LayerBlock(TrackedStep):
         """
         if self.training:
             raise OptionError("A Gram matrix is kept in evaluation only; call eval() first.")
-        kernel = self._kernel().detach()
+        kernel = self._kernel_at_rest().detach()
         useful = (
             kernel.dim() == 2
             and self._new_reference(kernel) == {}
@@ -109,7 +118,7 @@ class LayerBlock(TrackedStep):
         Raises:
             OptionError: If there is not one finite number per output feature.
         """
-        count = self._kernel().shape[0]
+        count = self._kernel_at_rest().shape[0]
         for name, row in (("gains", gain), ("shifts", shift)):
             if row is not None and (row.shape != (count,) or not bool(torch.isfinite(row).all())):
                 raise OptionError(f"Expected {count} finite {name}, one per output feature; found {tuple(row.shape)}.")
@@ -122,8 +131,7 @@ class LayerBlock(TrackedStep):
         Raises:
             OptionError: If it is not in [0, 1].
         """
-        if not 0 <= blend <= 1:
-            raise OptionError(f"Expected a blend in [0, 1]; found {blend!r}.")
+        check_blend(blend)
         if self.blend is not None and not self.blend.is_meta:
             # In place: a compiled graph holds this buffer, and a schedule may change it at every step.
             self.blend.fill_(blend)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from solver_plugins.errors import InputError, NoMinimizerError, NoMinimizerWarning, OptionError, ShapeError, warn
 from solver_plugins.gradients import differentiable_solve
-from solver_plugins.operators import Geometry, LinearOperator, product_dtype
+from solver_plugins.operators import Geometry, LinearOperator, autocasts, product_dtype
 from solver_plugins.prox import Prior
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solvers import BlockProblem, Diagnostics, Draws, Solution, Solver, working_dtype
@@ -86,7 +86,7 @@ def check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) ->
     if not isinstance(input, Tensor):
         raise InputError(f"Expected a tensor; found {type(input).__name__}.")
     weight = operator.weight
-    autocast = torch.is_autocast_enabled(weight.device.type)
+    autocast = autocasts(weight.device)
     if not input.is_floating_point() or (input.dtype != weight.dtype and not autocast):
         raise InputError(f"Expected an input in {weight.dtype}, the weight's dtype; found {input.dtype}.")
     if skip is not None:

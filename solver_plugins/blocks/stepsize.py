@@ -24,7 +24,9 @@ from solver_plugins.errors import OptionError, SolverPluginsError, SolverPlugins
 from solver_plugins.operators import (
     Geometry,
     WarmSteps,
+    at_rest,
     is_eager,
+    is_faked,
     lipschitz_from_kernel,
     power_step,
     power_steps,
@@ -71,6 +73,11 @@ class TrackedStep(Shell):
     def _kernel(self) -> Tensor:
         """Returns the layer's weight as a kernel ``[n2, n1/groups, *k]``."""
         raise TypeError(f"{type(self).__name__} does not say how its kernel is read.")
+
+    def _kernel_at_rest(self) -> Tensor:
+        """Returns the weight outside of a forward pass, where looking must change nothing."""
+        with at_rest(self):
+            return self._kernel()
 
     def _reference(self) -> Tensor | None:
         """Returns the diagonal that ``L`` belongs to, where a norm is folded into the map; see ``rescaled_bound``."""
@@ -151,7 +158,7 @@ class TrackedStep(Shell):
                 f"Expected method 'certified' or 'power'; found {method!r}. (An 'exact' constant holds for one input "
                 "size only, and a block must be safe for all.)"
             )
-        kernel = _gathered(self._kernel().detach())
+        kernel = _gathered(self._kernel_at_rest().detach())
         reference = self._new_reference(kernel)
         diagonal = next(iter(reference.values()), None)
         # From the same start each time: what a block computes depends on its weights, not on their history.
@@ -217,7 +224,7 @@ class TrackedStep(Shell):
 
     def certify_if_moved(self) -> None:
         """Certifies ``L`` anew if the weights, or a folded norm, are not those of the last certificate."""
-        kernel = self._kernel().detach()
+        kernel = self._kernel_at_rest().detach()
         if not self._in_reach(kernel):
             return
         moved = _differ(self._quotient(kernel), self.power_quotient)
@@ -229,13 +236,12 @@ class TrackedStep(Shell):
             self.refresh_step()
 
     def _in_reach(self, kernel: Tensor) -> bool:
-        """Whether the weights have values (not meta, not a shard) on the device of the buffers.
+        """Whether the weights have values (not meta, not a shard, not faked) on the device of the buffers.
 
         While a model moves to another device, a layer and the host of its solver stand apart for a moment.
         """
-        return (
-            not (kernel.is_meta or self.L.is_meta or hasattr(kernel, "device_mesh")) and kernel.device == self.L.device
-        )
+        without = kernel.is_meta or self.L.is_meta or hasattr(kernel, "device_mesh") or is_faked()
+        return not without and kernel.device == self.L.device
 
     def _quotient(self, kernel: Tensor) -> Tensor:
         return power_step(kernel, self.geometry, self.power_vectors, self._reference())[0]
@@ -245,13 +251,13 @@ class TrackedStep(Shell):
         initialise = getattr(super(), "reset_parameters", None)
         if initialise is not None:
             initialise()
-        if "L" in self._buffers and not self._kernel().is_meta:
+        if "L" in self._buffers and not self._kernel_at_rest().is_meta:
             self.refresh_step()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         self._drop_gram()
         before = {name: buffer for name, buffer in self._buffers.items() if name in KEPT_BUFFERS and buffer is not None}
-        kernel = self._kernel().detach()
+        kernel = self._kernel_at_rest().detach()
         known = "L" in before and self._in_reach(kernel)
         settled = known and not bool(_differ(self._quotient(kernel), self.power_quotient))
         certified = known and not bool(_differ(self.power_quotient, self.certified_quotient))
@@ -262,7 +268,7 @@ class TrackedStep(Shell):
             if after is not None and after.dtype.itemsize < 4:
                 self._buffers[name] = buffer.to(after.device)
         dtype = kernel.dtype
-        kernel = self._kernel().detach()
+        kernel = self._kernel_at_rest().detach()
         rounded = kernel.dtype.itemsize < dtype.itemsize
         if known and rounded and self._in_reach(kernel) and bool(torch.isfinite(kernel).all()):
             # Rounded weights are others: what is computed from now on is what will be computed after loading them.
@@ -306,7 +312,7 @@ def certify_after_loading(module: nn.Module, incompatible_keys: Any = None) -> N
     # A post hook, not part of the loading itself: a parametrised weight is only whole once its children have loaded.
     assert isinstance(module, TrackedStep)
     module._drop_gram()
-    kernel = module._kernel()
+    kernel = module._kernel_at_rest()
     if kernel.is_meta or any(value.is_meta for value in module._new_reference(kernel).values()):
         return
     try:

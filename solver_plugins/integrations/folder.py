@@ -22,13 +22,18 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool) -> Iterator[Path
     """Gives a temporary folder to write into, which takes its place once all is written and on the disk.
 
     Raises:
-        SavingError: If there is something already, and ``overwrite`` is not set or it is no saved model.
+        SavingError: If there is something already, and ``overwrite`` is not set or it is no saved model, or no folder
+            can be made there.
     """
     place = Path(os.path.abspath(folder))
     _check(place, overwrite)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    # A sibling: a rename is only atomic within one file system.
-    made = Path(tempfile.mkdtemp(prefix=f".{place.name}.new-", dir=place.parent))
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        # A sibling: a rename is only atomic within one file system.
+        made = Path(tempfile.mkdtemp(prefix=f".{place.name}.new-", dir=place.parent))
+    except OSError as error:
+        why = f"no folder can be made in {str(place.parent)!r} ({error.strerror})"
+        raise SavingError(f"Cannot save to {str(folder)!r}: {why}.") from error
     try:
         yield made
         for file in (path for path in made.rglob("*") if path.is_file()):

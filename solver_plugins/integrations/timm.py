@@ -18,6 +18,7 @@ from timm.models import create_model, is_model, load_pretrained, register_model
 from torch import nn
 
 # Registers the papers' networks.
+from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations import architectures as architectures
 from solver_plugins.integrations.errors import LoadingError, SavingError
 from solver_plugins.integrations.heads import HeadRecord, attach_again
@@ -106,6 +107,12 @@ def solver_plugins(pretrained: bool = False, converted: Any = None, **kwargs: An
     given = kwargs.get("pretrained_cfg") or {}
     source = repr(given.get("file") or given.get("hf_hub_id") or "the config") if isinstance(given, dict) else "it"
     conversion, head = read_additions(converted, source)
+    if not pretrained:
+        warn(
+            f"The converted network of {source} gets random weights, as every timm model without pretrained=True does; "
+            "pass pretrained=True for the saved ones.",
+            SolverPluginsWarning,
+        )
     model = create_model(converted["architecture"], pretrained=pretrained and head is None, **kwargs)
     if head is not None:
         attach_again(model, head)

@@ -3,12 +3,20 @@
 from solver_plugins.operators.base import LinearOperator
 from solver_plugins.operators.build import operator_for, operator_from_kernel
 from solver_plugins.operators.conv import ConvMap
-from solver_plugins.operators.eager import is_eager
+from solver_plugins.operators.eager import is_eager, is_faked
 from solver_plugins.operators.geometry import Geometry
-from solver_plugins.operators.layers import Reader, geometry_of, kernel_of, read_layer, reader_for, register_layer
+from solver_plugins.operators.layers import (
+    Reader,
+    at_rest,
+    geometry_of,
+    kernel_of,
+    read_layer,
+    reader_for,
+    register_layer,
+)
 from solver_plugins.operators.linear import LinearMap
 from solver_plugins.operators.lipschitz import lipschitz_constant, lipschitz_from_kernel, rescaled_bound
-from solver_plugins.operators.precision import autocast_off, match_dtype, product_dtype
+from solver_plugins.operators.precision import autocast_off, autocasts, match_dtype, product_dtype
 from solver_plugins.operators.sampling import (
     expected_smoothness,
     importance_mask,
@@ -30,13 +38,16 @@ __all__ = [
     "LinearOperator",
     "Reader",
     "WarmSteps",
+    "at_rest",
     "autocast_off",
+    "autocasts",
     "expected_smoothness",
     "geometry_of",
     "importance_mask",
     "importance_weights",
     "inclusion_probabilities",
     "is_eager",
+    "is_faked",
     "kernel_of",
     "lipschitz_constant",
     "lipschitz_from_kernel",

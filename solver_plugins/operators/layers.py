@@ -3,10 +3,12 @@
 Layers of other libraries are matched by qualified name over the class hierarchy, so that none of them is imported.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.nn.utils import parametrize
 
 from solver_plugins.errors import UnsupportedLayerError
 from solver_plugins.operators.geometry import Geometry
@@ -58,9 +60,30 @@ def kernel_of(layer: nn.Module) -> Tensor:
     return read_layer(layer)[0]
 
 
+@contextmanager
+def at_rest(layer: nn.Module) -> Iterator[None]:
+    """Within it, looking at a parametrised weight outside of a forward pass changes nothing.
+
+    In training mode some parametrisations (spectral_norm) take a step with every look.
+    """
+    moving = []
+    if parametrize.is_parametrized(layer):
+        inside: nn.ModuleDict = layer.parametrizations  # type: ignore[assignment]
+        moving = [module for module in inside.modules() if module.training]
+    for module in moving:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in moving:
+            module.training = True
+
+
 def read_layer(layer: nn.Module) -> tuple[Tensor, Geometry]:
     """Returns kernel and geometry of a supported layer; raises like :func:`kernel_of`."""
-    kernel, geometry = reader_for(type(layer))(layer)
+    reader = reader_for(type(layer))
+    with at_rest(layer):
+        kernel, geometry = reader(layer)
     if isinstance(kernel, UninitializedParameter):
         raise UnsupportedLayerError(
             f"{type(layer).__qualname__} is a lazy layer whose weight has no shape yet; run one forward pass first."

@@ -8,19 +8,23 @@ from torch import Tensor
 from solver_plugins.errors import ShapeError
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for a device; some, such as meta, have none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
 def match_dtype(x: Tensor, weight: Tensor) -> Tensor:
     """Casts ``x`` to the weight's dtype, as the layer would need it; under autocast, autocast decides."""
-    if x.dtype == weight.dtype or torch.is_autocast_enabled(x.device.type):
+    if x.dtype == weight.dtype or autocasts(x.device):
         return x
     return x.to(weight.dtype)
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
     """Returns the dtype of the products with a weight, which is that of the plain layer's output."""
-    kind = weight.device.type
     # Autocast leaves float64 alone.
-    lowered = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if lowered else weight.dtype
+    lowered = autocasts(weight.device) and weight.dtype != torch.float64
+    return torch.get_autocast_dtype(weight.device.type) if lowered else weight.dtype
 
 
 def scale_rows(x: Tensor, diagonal: Tensor | None, dims: int) -> Tensor:
@@ -48,6 +52,6 @@ def check_diagonal(diagonal: Tensor | None, features: int) -> None:
 
 def autocast_off(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Returns a context in which autocast lowers no precision; devices that have no autocast need none."""
-    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
+    if autocasts(device):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

@@ -25,19 +25,24 @@ FunctionFactory = Callable[..., Prior]
 """Builds the prior of a function from the parameters that follow its input."""
 
 
+def _interval(low: float, high: float) -> Prior:
+    """Returns the prior of a clip, which has many names: one of them is ReLU."""
+    return ReluPrior() if low == 0 and high == math.inf else HardtanhPrior(low, high)
+
+
 def _threshold(threshold: float, value: float, inplace: bool = False) -> Prior:
     if threshold != value:
         raise NotProximalError(
             f"Threshold({threshold!r}, {value!r}) is not a proximal map: it jumps at the threshold, and a proximal map "
             "is continuous. It is one where both numbers are equal."
         )
-    return HardtanhPrior(threshold, math.inf)
+    return _interval(threshold, math.inf)
 
 
 def _box(min: float | None = None, max: float | None = None) -> Prior:
     if not all(bound is None or isinstance(bound, int | float) for bound in (min, max)):
         raise NotProximalError("A clamp is read as a prior only if its bounds are Python numbers; found a tensor.")
-    return HardtanhPrior(-math.inf if min is None else min, math.inf if max is None else max)
+    return _interval(-math.inf if min is None else min, math.inf if max is None else max)
 
 
 def _softmax(dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Prior:
@@ -68,7 +73,7 @@ def _celu(alpha: float = 1.0, inplace: bool = False) -> Prior:
 
 
 def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Prior:
-    return HardtanhPrior(min_val, max_val)
+    return _interval(min_val, max_val)
 
 
 _TORCH = "torch.nn.modules.activation."
@@ -77,7 +82,7 @@ CLASSES: dict[str, ModuleFactory] = {
     "torch.nn.modules.linear.Identity": lambda m: IdentityPrior(),
     _TORCH + "ReLU": lambda m: ReluPrior(),
     _TORCH + "ReLU6": lambda m: Relu6Prior(),
-    _TORCH + "Hardtanh": lambda m: HardtanhPrior(m.min_val, m.max_val),
+    _TORCH + "Hardtanh": lambda m: _interval(m.min_val, m.max_val),
     _TORCH + "Threshold": lambda m: _threshold(m.threshold, m.value),
     _TORCH + "LeakyReLU": lambda m: LeakyReluPrior(m.negative_slope),
     _TORCH + "PReLU": PreluPrior,

@@ -1,6 +1,7 @@
 """What a conversion did, written down: enough to do it again on the plain model without walking it."""
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 import pydantic
@@ -38,7 +39,9 @@ class BlockRecord(StrictConfig):
     solver: str = pydantic.Field(description="Registered name of the solver.")
     settings: dict[str, Any] = pydantic.Field(description="The solver's options, all of them.")
     prior: str = pydantic.Field(description="Registered name of the prior.")
-    parameters: dict[str, int | float] = pydantic.Field(default_factory=dict, description="The prior's parameters.")
+    parameters: dict[str, int | float | Literal["inf", "-inf"]] = pydantic.Field(
+        default_factory=dict, description="The prior's parameters; JSON has no infinite numbers, so these are words."
+    )
     partner: str | None = pydantic.Field(None, description="Name of the activation module whose parameters it reads.")
     shared: bool = pydantic.Field(False, description="Whether the host, an activation, serves others, too.")
     routed: bool = pydantic.Field(False, description="Whether it undoes a dropout that serves others, too.")
@@ -98,7 +101,9 @@ def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
         for block in conversion.blocks:
             solver = SOLVERS.get(block.solver).from_options(**block.settings)
             if block.partner is None:
-                prior = make_prior(block.prior, **block.parameters)
+                # Words for infinite bounds.
+                given = {key: float(one) if isinstance(one, str) else one for key, one in block.parameters.items()}
+                prior = make_prior(block.prior, **given)
             else:
                 prior = prox_for(modules[block.partner])
             made: LayerBlock
@@ -171,6 +176,9 @@ def _record(name: str, block: SolverBlock | ChainBlock, names: dict[int, str]) -
         wrong = [key for key, value in parameters.items() if not isinstance(value, (int, float))]
         if wrong:
             raise ConversionError(f"{host}: {', '.join(wrong)} of the prior {prior.name!r} cannot be written down.")
+        for key, value in parameters.items():
+            if math.isinf(value):
+                parameters[key] = "inf" if value > 0 else "-inf"
     return BlockRecord(
         layer=name,
         host=host,

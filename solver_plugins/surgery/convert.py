@@ -26,6 +26,7 @@ from solver_plugins.blocks import (
     take_off,
 )
 from solver_plugins.blocks.chain import Role
+from solver_plugins.blocks.layer import check_blend
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import prox_for
 from solver_plugins.registry import SOLVERS
@@ -121,13 +122,16 @@ def convert_model(
         TargetError: If a target converts nothing.
         RecordError: If the forward pass cannot be recorded.
     """
+    if not isinstance(inplace, bool):
+        raise OptionError(f"Expected inplace to be True or False; found {inplace!r}.")
     plan = plan_conversion(
         model, solver, iters, targets=targets, exclude=exclude, pattern=pattern, p=p, nonprox=nonprox, last=last,
         blend=blend, example_inputs=example_inputs, **options,
     )  # fmt: skip
     if not plan.selection.chosen:
         raise ConversionError(
-            f"No layer of this {type(model).__name__} is converted by {solver!r}:{plan.selection.explain()}"
+            f"No layer of this {type(model).__name__} is converted by {solver!r}:"
+            f"{plan.selection.explain() or _without_layers(model)}"
         )
     if not inplace:
         model = copy.deepcopy(model)
@@ -149,6 +153,17 @@ def convert_model(
 
     note_conversion(model)
     return model
+
+
+def _without_layers(model: nn.Module) -> str:
+    """Says why a model has no linear layer to speak of."""
+    for name, module in model.named_modules():
+        found = f"{name or 'the model'} is a {type(module).__name__}"
+        if isinstance(module, torch.jit.ScriptModule):
+            return f" {found}, whose inside is not seen. Convert the model before torch.jit.script or trace."
+        if ".quantized" in type(module).__module__:
+            return f" {found}, whose weights are quantised. Convert the model before it is quantised."
+    return " its forward pass met no linear layer or convolution."
 
 
 def revert_model(model: nn.Module) -> nn.Module:
@@ -190,8 +205,9 @@ def plan_conversion(
     made: type[Solver] = SOLVERS.get(solver)
     # Wrong options are told before a large model is walked.
     made.from_options(iters=iters, **options)
-    if not 0 <= blend <= 1:
-        raise OptionError(f"Expected a blend in [0, 1]; found {blend!r}.")
+    check_blend(blend)
+    if last is not None and not isinstance(last, bool):
+        raise OptionError(f"Expected last to be True, False or None; found {last!r}.")
     blocks = match(record(model, example_inputs), model)
     selection = select(blocks, made, pattern, p, nonprox, last, targets, exclude, model=model)
     return Plan(solver, {"iters": iters, **options}, _within_reach(selection, made.samples), tuple(blocks), blend)

@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from solver_plugins.blocks.run import run_block
-from solver_plugins.operators import Geometry, LinearOperator, operator_from_kernel, read_layer
+from solver_plugins.operators import Geometry, LinearOperator, at_rest, operator_from_kernel, read_layer
 from solver_plugins.prox import IdentityPrior, Prior, ReluPrior
 from solver_plugins.solvers import ProxGD, Solver, working_dtype
 
@@ -89,7 +89,8 @@ def plain_flops(layer: nn.Module, output_shape: tuple[int, ...], feature_dim: in
 
     None for what has no single weight, or uses it per position of the input (a transposed convolution).
     """
-    weight = getattr(layer, "weight", None)
+    with at_rest(layer):
+        weight = getattr(layer, "weight", None)
     if not output_shape or not isinstance(weight, Tensor) or "Transpose" in type(layer).__name__:
         return None
     return 2 * weight.numel() * math.prod(output_shape) // max(1, output_shape[feature_dim])

@@ -61,7 +61,7 @@ class TargetList:
                 continue
             if target.text is None or any(target.matches(name, module) for name, module in modules.items()):
                 continue
-            names = {block.name for block in blocks} | modules.keys()
+            names = {block.name for block in blocks} | {name for name in modules if name}
             raise TargetError(f"{self.option}: {target.label} matches no layer.{_near(target.text, names)}")
 
 
@@ -122,6 +122,6 @@ def _miss(target: Target, blocks: Sequence[Block], rejected: dict[str, str], mod
 
 def _near(text: str, names: Iterable[str]) -> str:
     # Ends of names are compared: that is what is usually typed; all names of a large model would fill the screen.
-    full = sorted(names)
+    full = sorted(name for name in names if name)
     ends = {name.rpartition(".")[2] for name in full if not name.rpartition(".")[2].isdigit()}
     return did_you_mean(text, {*ends, *full} if len(full) <= 20 else ends or set(full[:20]))

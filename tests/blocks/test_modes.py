@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from solver_plugins import SolverBlock, SolverConv2d, SolverLinear
+from solver_plugins import SolverBlock, SolverConv2d, SolverLinear, convert_model
 from solver_plugins.blocks.stepsize import STEP_BUFFERS
 from tests.solvers.cases import CASES, DETERMINISTIC
 from tests.tolerances import tolerance
@@ -191,3 +192,27 @@ def test_spectral_norm_is_looked_at_once():
             buffer.copy_(state[name])
     u = torch.randn(3, 6)
     assert torch.equal(block(u), fc(u))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_shapes_without_values(training):
+    """On the meta device, and with fake tensors, a converted model says what shape comes out."""
+
+    def build():
+        layers = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 5, 3), nn.ReLU(), nn.Flatten()
+        return nn.Sequential(*layers, nn.Linear(80, 6), nn.Tanh())
+
+    x = torch.randn(2, 3, 8, 8)
+    for solver, rate in (("proxgd", {}), ("fista", {}), ("proxsg", {"p": 0.5})):
+        with torch.device("meta"):
+            model = build()
+        convert_model(model, solver, iters=3, pattern="all", example_inputs=x.to("meta"), **rate)
+        found = model.train(training)(x.to("meta"))
+        assert found.is_meta and found.shape == (2, 6)
+        model = convert_model(build(), solver, iters=3, pattern="all", example_inputs=x, **rate).train(training)
+        # torch itself counts batches there.
+        kept = {name: buffer for name, buffer in model.named_buffers() if "num_batches" not in name}
+        state = {name: buffer.clone() for name, buffer in kept.items()}
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            assert model(mode.from_tensor(x)).shape == (2, 6)
+        assert all(torch.equal(state[name], buffer) for name, buffer in kept.items())

@@ -172,3 +172,11 @@ def test_wrapped_models(tmp_path):
     with pytest.raises(SavingError, match="meta device"):
         save(make().to("meta"), tmp_path / "saved")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_place_where_no_folder_can_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in (tmp_path / "file" / "saved", "/proc/saved"):
+        with pytest.raises(SavingError, match=f"Cannot save to '{place}': no folder can be made in") as caught:
+            save(make(), place)
+        assert ".new-" not in str(caught.value)

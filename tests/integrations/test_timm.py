@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from solver_plugins import conversion_of, convert_model, load, refresh_steps, revert_model, save
+from solver_plugins.errors import SolverPluginsWarning
 from solver_plugins.integrations import LoadingError, SavingError
 from solver_plugins.surgery import ConversionError
 from tests.integrations.cases import SOLVERS, TARGETS, TIMM, converted, timm_input, timm_model
@@ -153,3 +154,11 @@ def test_a_conversion_that_cannot_be_done_again(change, message, tmp_path):
         load(tmp_path / "saved")
     with pytest.raises(LoadingError, match=message):
         timm.create_model(f"local-dir:{tmp_path}/saved", pretrained=True)
+
+
+def test_timm_without_pretrained_has_random_weights_and_says_so(tmp_path):
+    model = converted(timm_model("test_byobnet"), "proxgd", targets=TARGETS["test_byobnet"])
+    save(model, tmp_path / "saved")
+    with pytest.warns(SolverPluginsWarning, match=r"gets random weights.*pass pretrained=True"):
+        again = timm.create_model(f"local-dir:{tmp_path}/saved")
+    assert conversion_of(again).blocks and not torch.equal(again.stem.conv.weight, model.stem.conv.weight)

@@ -126,7 +126,7 @@ def test_prelu_holds_its_module(module):
         (functools.partial(torch.softmax, dim=1), SoftmaxPrior(1)),
         (functools.partial(functional.softmax, dim=-1), SoftmaxPrior(-1)),
         (functools.partial(torch.clamp, min=0.0, max=6.0), HardtanhPrior(0.0, 6.0)),
-        (functools.partial(torch.Tensor.clamp, min=0.0), HardtanhPrior(0.0, math.inf)),
+        (functools.partial(torch.Tensor.clamp, min=0.0), ReluPrior()),
         ("tanh", TanhPrior()),
         ("linear", IdentityPrior()),
         ("hard_sigmoid", HardsigmoidPrior()),

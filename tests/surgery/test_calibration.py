@@ -168,3 +168,22 @@ def test_bad_input():
     assert model.fc1.observer is None and model.fc1.channel_gain is None and model.fc1.solver.config.iters == 3
     with pytest.raises(OptionError, match="5 finite gains"):
         model.fc1.set_scale(torch.ones(4))
+
+
+@pytest.mark.parametrize("given", [X, {"x": X}, None, "batches", 3])
+def test_something_else_than_batches_is_told(given):
+    model = convert(make(), "proxgd", iters=3)
+    with pytest.raises(InputError, match=f"a list of them or a DataLoader; found {type(given).__name__}"):
+        calibrate(model, given, progress=False)
+    assert all(block.gain is None for block in conversion_of(model).blocks)
+
+
+@pytest.mark.parametrize("blend", ["a", None, True, float("nan"), 1.5])
+def test_a_blend_that_is_none_is_told(blend):
+    with pytest.raises(OptionError, match=r"Expected a blend in \[0, 1\]; found"):
+        convert(make(), "proxgd", iters=3, blend=blend)
+    model = convert(make(), "proxgd", iters=3)
+    with pytest.raises(OptionError, match=r"Expected a blend in \[0, 1\]; found"):
+        set_blend(model, blend)
+    with pytest.raises(OptionError, match=r"Expected a blend in \[0, 1\]; found"):
+        model.fc1.set_blend(blend)

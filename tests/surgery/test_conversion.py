@@ -6,10 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from solver_plugins import apply_conversion, conversion_of, convert_model
+from solver_plugins import apply_conversion, conversion_of, convert_model, load, save
 from solver_plugins.errors import OptionError, SolverPluginsError
 from solver_plugins.prox import Monotone, declare_activation
 from solver_plugins.surgery import Conversion, ConversionError
+from tests.surgery.small import Model
 from tests.surgery.test_convert import MODELS, convert, make
 
 
@@ -80,3 +81,34 @@ def test_a_function_of_the_users_has_no_name():
     model = convert(make(act=Algebraic), "proxgd")
     with pytest.raises(ConversionError, match="cannot be written down"):
         conversion_of(model)
+
+
+CLIPS = {
+    "clamp": (lambda z: z.clamp(min=0), "relu"),
+    "clamp_min": (lambda z: z.clamp_min(0), "relu"),
+    "clip": (lambda z: torch.clip(z, min=0), "relu"),
+    "threshold": (lambda z: nn.functional.threshold(z, 0, 0), "relu"),
+    "hardtanh": (lambda z: nn.functional.hardtanh(z, 0, float("inf")), "relu"),
+    "other_clamp": (lambda z: z.clamp(min=-0.5), "hardtanh"),
+    "clamp_max": (lambda z: z.clamp_max(0.5), "hardtanh"),
+    "other_threshold": (lambda z: nn.functional.threshold(z, 0.25, 0.25), "hardtanh"),
+}
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_clip_without_a_bound_is_written_down(name, tmp_path):
+    activation, prior = CLIPS[name]
+
+    def build():
+        return Model(lambda self, x: self.fc2(activation(self.fc1(x))), fc1=nn.Linear(6, 5), fc2=nn.Linear(5, 2)).eval()
+
+    x = torch.randn(4, 6)
+    model = convert_model(build(), "proxgd", iters=3, example_inputs=x)
+    written = conversion_of(model)
+    assert [block.prior for block in written.blocks] == [prior]
+    again = build()
+    again.load_state_dict(model.state_dict())
+    apply_conversion(again, Conversion.from_json(written.to_json()))
+    assert torch.equal(again(x), model(x)) and again.fc1.prior == model.fc1.prior
+    save(model, tmp_path / "saved")
+    assert torch.equal(load(tmp_path / "saved", model=build())(x), model(x))

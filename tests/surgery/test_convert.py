@@ -8,7 +8,7 @@ import timm
 import torch
 from torch import nn
 
-from solver_plugins import convert_model, list_solvers, revert_model
+from solver_plugins import conversion_of, convert_model, inspect_model, list_solvers, refresh_steps, revert_model
 from solver_plugins.blocks import ChainBlock, PassThrough, SolverBlock, TrackedStep
 from solver_plugins.errors import OptionError, SolverPluginsError
 from solver_plugins.surgery import ConversionError, TargetError, plan_conversion
@@ -265,3 +265,64 @@ def test_constants_of_a_chain_keep_their_precision():
     model = convert(make(), "proxgd", iters=3, pattern="all").eval().bfloat16()
     assert model.conv1.L.dtype == model.conv1.diagonal_reference.dtype == torch.float32
     assert torch.isfinite(model(X.bfloat16())).all()
+
+
+@pytest.mark.parametrize("pattern", ["linear-act", "linear-norm-act"])
+def test_a_weight_that_moves_when_looked_at_does_not(pattern):
+    """spectral_norm in training mode takes a step whenever its weight is computed."""
+    torch.manual_seed(0)
+    norms = [nn.BatchNorm1d(4)] if pattern == "linear-norm-act" else []
+    model = nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4)), *norms, nn.ReLU()).train()
+    plain, x = copy.deepcopy(model), torch.randn(5, 6)
+
+    def same(other):
+        return all(torch.equal(value, plain.state_dict()[name]) for name, value in other.state_dict().items())
+
+    inspect_model(model, "proxgd", pattern=pattern, example_inputs=x)
+    assert same(model)
+    convert_model(model, "proxgd", iters=3, pattern=pattern, example_inputs=x)
+    assert same(model)
+    assert same(model.double().float()) and model[0].training and model[0].parametrizations.weight[0].training
+    model.load_state_dict(plain.state_dict())
+    assert same(model)
+    refresh_steps(model)
+    conversion_of(model)
+    assert same(model)
+    revert_model(model)
+    assert same(model)
+    assert torch.equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"last": "yes"}, "Expected last to be True, False or None; found 'yes'"),
+        ({"last": 1}, "Expected last to be True, False or None; found 1"),
+        ({"inplace": "no"}, "Expected inplace to be True or False; found 'no'"),
+    ],
+)
+def test_words_are_no_flags(options, message):
+    model = make()
+    with pytest.raises(OptionError, match=message):
+        convert(model, "proxgd", **options)
+    assert not any(isinstance(module, TrackedStep) for module in model.modules())
+
+
+def test_names_of_layers_are_never_empty():
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    for option in ("targets", "exclude"):
+        with pytest.raises(TargetError, match=r"Options: 0[,.]"):
+            convert_model(model, "proxgd", example_inputs=torch.randn(2, 3), **{option: ["zz"]})
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_without_a_layer_to_see_says_why():
+    x, plain = torch.randn(2, 3), nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(plain), {nn.Linear})
+    for model, reason in (
+        (torch.jit.script(plain), "before torch.jit.script"),
+        (quantised, "0 is a Linear, whose weights are quantised"),
+        (nn.Sequential(nn.ReLU()), "met no linear layer or convolution"),
+    ):
+        with pytest.raises(ConversionError, match=reason):
+            convert_model(model, "proxgd", example_inputs=x)

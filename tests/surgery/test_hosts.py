@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from solver_plugins import apply_conversion, conversion_of, convert_model, refresh_steps, revert_model
 from solver_plugins.blocks import ChainBlock, Outlet, PassThrough, RoutedDropout, SolverBlock
-from solver_plugins.errors import SolverPluginsError
+from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
 from solver_plugins.surgery import TargetError
 from tests.surgery.models import roberta
 from tests.surgery.test_convert import X, convert, make, reference_iterations
@@ -220,3 +220,26 @@ def test_a_shared_dropout_behind_coordinates_is_routed():
     torch.testing.assert_close(
         hidden["x"][drawn], torch.relu(nn.functional.linear(x, model.one.weight, model.one.bias))[drawn]
     )
+
+
+def test_a_norm_that_is_no_norm_any_more_is_told():
+    for name in ("bn1", "bn2"):  # the one is an outlet, the other stands before a sum
+        model = convert(make().eval(), "proxgd", iters=3, pattern="all")
+        setattr(model, name, nn.Identity())
+        with pytest.raises(UnsupportedLayerError, match=f"BatchNorm that was folded .* at '{name}'; found Identity"):
+            model(X)
+        assert type(getattr(model, name)) is nn.Identity
+        revert_model(model)
+        assert torch.isfinite(model(X)).all()
+
+
+def test_another_activation_in_an_outlet_is_told():
+    model = convert(make().eval(), "proxgd", iters=3, pattern="all")
+    expected = model(X)
+    model.act2 = nn.ReLU(inplace=True)
+    assert torch.equal(model(X), expected)
+    for other in (nn.Tanh(), nn.GELU()):
+        model.act2 = other
+        with pytest.raises(UnsupportedLayerError, match=f"at 'act2'; found {type(other).__name__}"):
+            model(X)
+    revert_model(model)

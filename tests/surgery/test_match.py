@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 
 from solver_plugins import SolverLinear
-from solver_plugins.prox import HardtanhPrior
+from solver_plugins.prox import HardtanhPrior, ReluPrior
 from solver_plugins.surgery import Block, match, record
 from tests.surgery.small import Model
 
@@ -110,7 +110,7 @@ def test_functional_activations_with_their_arguments() -> None:
     block = fc(lambda self, x: functional.hardtanh(self.fc(x), -2.0, max_val=3.0))
     assert block.prior == HardtanhPrior(-2.0, 3.0)
     assert block.activation is not None and block.activation.ownership == "functional"
-    assert fc(lambda self, x: self.fc(x).clamp(min=0)).prior == HardtanhPrior(0, float("inf"))
+    assert fc(lambda self, x: self.fc(x).clamp(min=0)).prior == ReluPrior()
     assert fc(lambda self, x: self.fc(x).relu_()).pattern == "linear-act"
     assert fc(lambda self, x: self.fc(x).clamp(min=x)).prior is None
     assert fc(lambda self, x: torch.clamp(x, min=self.fc(x))).pattern == "linear"
