@@ -1,4 +1,4 @@
-"""What the layer at the start of a chain computed, until the chain's end takes it: of one forward pass, in one thread."""
+"""What the layer at the start of a chain computed, until the chain's end takes it: of one pass, in one thread."""
 
 import threading
 from typing import Any, NamedTuple
