@@ -133,7 +133,9 @@ def solve_unrolled(
     if torch.is_grad_enabled() and (c.requires_grad or operator.weight.requires_grad):
         v = _Unrolled.apply(c, operator.weight, rate, gram, rule)[0]
     else:
-        v = _iterate(c, operator.weight, rate, gram, rule, keep=False)[0]
+        # The same operations as with gradients, so that the result is the same to the bit.
+        with torch.no_grad():
+            v = _advanced(c, operator.weight, rate, gram, rule, keep=False)[0]
     state = State(v, problem.step)
     first = solver.argument(problem, State(c, problem.step)) if keep_first else None
     return Solution(solver, problem, state, first=first)
@@ -197,6 +199,16 @@ def unflattened(v: Tensor, shape: torch.Size) -> Tensor:
     return v if v.shape == shape else torch.ops.aten._unsafe_view(v, shape)
 
 
+def _advanced(c: Tensor, weight: Tensor, rate: Tensor, gram: Tensor | None, rule: Rule, keep: bool) -> tuple[Any, ...]:
+    """Returns ``v_T``, the matrix of the products, and what else the backward pass needs, in buffers or one by one."""
+    if not rule.low and stacked.stacks(rule, c, weight, rate):
+        with autocast_off(c.device):
+            v, *buffers = stacked.iterate(_flattened(c, rule), weight, rate, gram, rule)
+        return (unflattened(v, c.shape), *buffers)
+    v, kept = _iterate(c, weight, rate, gram, rule, keep=keep)
+    return (v, kept.matrix, *kept.iterates, *kept.slopes, *kept.images, *kept.momenta)
+
+
 class _Unrolled(torch.autograd.Function):
     """``v_T`` of ``c`` and the weight."""
 
@@ -204,12 +216,7 @@ class _Unrolled(torch.autograd.Function):
 
     @staticmethod
     def forward(c: Tensor, weight: Tensor, rate: Tensor, gram: Tensor | None, rule: Rule) -> tuple[Tensor | None, ...]:
-        if not rule.low and stacked.stacks(rule, c, weight, rate):
-            with autocast_off(c.device):
-                v, *buffers = stacked.iterate(_flattened(c, rule), weight, rate, gram, rule)
-            return (unflattened(v, c.shape), *buffers)
-        v, kept = _iterate(c, weight, rate, gram, rule, keep=not rule.low)
-        return (v, kept.matrix, *kept.iterates, *kept.slopes, *kept.images, *kept.momenta)
+        return _advanced(c, weight, rate, gram, rule, keep=not rule.low)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

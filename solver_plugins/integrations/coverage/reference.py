@@ -62,7 +62,7 @@ def jvp(chain: Map, u: Tensor, tangent: Tensor) -> Tensor:
     Not as the vjp of a vjp, which is the same: torch takes second derivatives of grouped convolutions group by group.
     """
     with forward_ad.dual_level():
-        derivative = forward_ad.unpack_dual(chain(forward_ad.make_dual(u, tangent))).tangent
+        derivative = forward_ad.unpack_dual(chain(forward_ad.make_dual(u.contiguous(), tangent))).tangent
     assert derivative is not None
     return derivative
 
