@@ -19,10 +19,10 @@ def fresh_compiler():
     torch.compiler.reset()
 
 
-def blocks(solver, **options):
-    yield SolverLinear(12, 8, activation="relu", solver=solver, iters=5, **options), torch.randn(6, 12)
+def blocks(solver, iters=(5, 4), **options):
+    yield SolverLinear(12, 8, activation="relu", solver=solver, iters=iters[0], **options), torch.randn(6, 12)
     yield (
-        SolverConv2d(3, 4, 3, padding=1, activation="tanh", solver=solver, iters=4, **options),
+        SolverConv2d(3, 4, 3, padding=1, activation="tanh", solver=solver, iters=iters[1], **options),
         torch.randn(2, 3, 6, 6),
     )
 
@@ -70,7 +70,8 @@ def test_autocast(solver, dtype):
 def test_compiled_without_a_graph_break_or_recompilation(solver, gradient):
     # Eager execution checks the residual, which these few iterations do not reach.
     options = {} if gradient == "unrolled" else {"implicit_tol": 10.0, "implicit_iters": 3}
-    for block, u in blocks(solver, gradient=gradient, **options):
+    # Three iterations: the second has a history, the third a longer one. More of them only make larger graphs.
+    for block, u in blocks(solver, (3, 3), gradient=gradient, **options):
         counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
         compiled = torch.compile(block, fullgraph=True, backend=counter)
         for training in (True, False):

@@ -219,7 +219,7 @@ def test_a_solver_with_a_step_of_its_own(activation, formulation):
     found = []
     for solver in (Damped, ProxGD):
         made = solver.from_options(
-            iters=1500, lam=10.0, formulation=formulation, implicit_tol=1e-8,
+            iters=400, lam=10.0, formulation=formulation, implicit_tol=1e-8,
             gradient="implicit" if solver is Damped else "unrolled",
         )  # fmt: skip
         out = solve_layer(u, kernel, bias, Geometry(), activation=activation, solver=made)
