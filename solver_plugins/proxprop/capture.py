@@ -248,6 +248,7 @@ class Ears:
         tallies: Of all layers.
         task: The backward pass that runs, with all that it runs inside of it (reentrant checkpointing).
         edge: Where the gradient of the last layer's trainable weight goes.
+        earlier: Tallies with calls from before this backward pass, by their weight.
     """
 
     def __init__(self, skip_last: bool):
@@ -256,17 +257,21 @@ class Ears:
         self.tallies: list[Tally] = []
         self.task: int | None = None
         self.edge: Any = None
+        self.earlier: dict[int, list[Tally]] = {}
 
     def begin(self, tally: Tally) -> None:
         """Begins a backward pass for a layer: what was heard before belongs to nothing if its gradient is gone."""
         if self.task is None:
             self.task = torch._C._current_graph_task_id()
             Variable._execution_engine.queue_callback(self._end)
+            self.earlier = {}
+            for one in self.tallies:
+                if one.calls:
+                    self.earlier.setdefault(id(one.weight()), []).append(one)
         if tally.task == self.task:
             return
-        weight = tally.weight()
         # Layers that share a weight share its gradient.
-        others = [one for one in self.tallies if one.calls and one.task != self.task and one.weight() is weight]
+        others = [one for one in self.earlier.get(id(tally.weight()), ()) if one.calls and one.task != self.task]
         if any(one.discarded() for one in others):
             for one in others:
                 one.clear()
