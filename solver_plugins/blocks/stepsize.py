@@ -28,7 +28,7 @@ from solver_plugins.operators import (
     is_eager,
     is_faked,
     lipschitz_from_kernel,
-    power_step,
+    power_quotient,
     power_steps,
     start_vectors,
     warm_steps,
@@ -244,7 +244,7 @@ class TrackedStep(Shell):
         return not without and kernel.device == self.L.device
 
     def _quotient(self, kernel: Tensor) -> Tensor:
-        return power_step(kernel, self.geometry, self.power_vectors, self._reference())[0]
+        return power_quotient(kernel, self.geometry, self.power_vectors, self._reference())
 
     def reset_parameters(self) -> None:
         """Initialises the weights as the layer does, and certifies ``L`` for them."""

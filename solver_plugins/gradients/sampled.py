@@ -9,47 +9,22 @@ The masks ``m_k`` of all iterations are drawn in one call. Where the whole batch
 gathered instead: ``A_S`` in the place of ``A`` with a mask.
 """
 
-from dataclasses import dataclass, replace
+import inspect
+import math
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from solver_plugins.gradients.products import Sum
+from solver_plugins.gradients import sampled_stacked
+from solver_plugins.gradients.sampled_products import Samples, WeightGradient
+from solver_plugins.gradients.sampled_rule import Rule
 from solver_plugins.gradients.unrolled import is_transformed, unflattened
-from solver_plugins.operators import LinearMap, LinearOperator, autocast_off
-from solver_plugins.prox import Prior
+from solver_plugins.operators import LinearMap, autocast_off
 from solver_plugins.prox.base import Step
 from solver_plugins.solvers import BlockProblem, Draws, ProxSG, Solution, Solver, State
-
-
-@dataclass(frozen=True, eq=False)
-class Rule:
-    """All of a sampled solve that is no tensor.
-
-    Attributes:
-        operator: ``A`` without a diagonal; its weight is a stand-in.
-        dtype: The precision of the products.
-        columns: Whether the samples are indices of columns, else masks.
-        prior: ``g``.
-        lam: The strong convexity.
-        share: ``q = n1/tau``.
-        unit: Whether ``s = 1/L`` (formulation ``normalized``), else it is one.
-        steps: ``t_k``, one for each iteration, where they are numbers; else they are a tensor.
-        iterations: ``T``.
-        low: Whether iterates are computed again in the backward pass instead of being kept.
-    """
-
-    operator: LinearOperator
-    dtype: torch.dtype
-    columns: bool
-    prior: Prior
-    lam: float
-    share: float
-    unit: bool
-    steps: tuple[float, ...]
-    iterations: int
-    low: bool
 
 
 def has_sampled_kernel(solver: Solver, problem: BlockProblem) -> bool:
@@ -95,76 +70,20 @@ def solve_sampled(
         iterations=iterations,
         low=solver.low_memory,
     )
+    if problem.input.dtype == problem.dtype == problem.product_dtype and isinstance(operator, LinearMap):
+        rows, features = math.prod(problem.input.shape[:-1]), max(operator.weight.shape)
+        rule = replace(rule, stacked=sampled_stacked.may_stack(rule, rows, features))
     samples = solver.uniform_samples(problem, tau, iterations, draws, indices=rule.columns)
     u, weight, bias = problem.input, operator.weight, problem.bias
     if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (u, weight, bias)):
         v, first = _Sampled.apply(u, weight, bias, samples, problem.smoothness, given, rule)[:2]
     else:
-        v, first, _ = _iterate(u, weight, bias, samples, problem.smoothness, given, rule, keep=False)
+        # The same operations as with gradients, so that the result is the same to the bit.
+        with torch.no_grad():
+            v, first = _advanced(u, weight, bias, samples, problem.smoothness, given, rule, keep=False)[:2]
     state = State(v, steps[-1])
     started = solver.argument(problem, State(first, steps[0])) if keep_first else None
     return Solution(solver, problem, state, first=started)
-
-
-class _Samples:
-    """Products with the sampled columns of ``A``, in every iteration other ones."""
-
-    def __init__(self, u: Tensor, weight: Tensor, samples: Tensor, smoothness: Tensor, rule: Rule):
-        self.u, self.samples, self.columns = u, samples, rule.columns
-        self.scale: Step = smoothness.reciprocal() if rule.unit else 1.0
-        self.working = smoothness.dtype
-        self.lowered = rule.dtype != self.working
-        self.operator = replace(rule.operator, weight=weight.to(rule.dtype))
-        self.matrix = isinstance(rule.operator, LinearMap)
-        # Rows are gathered faster than columns.
-        self.transposed = self.operator.weight.t().contiguous() if self.columns else None
-        self.scaled = self.operator
-        if self.matrix and not self.lowered and not self.columns:
-            self.scaled = replace(rule.operator, weight=weight * self.scale)
-
-    def part(self, k: int) -> Tensor:
-        """Returns the sampled columns of iteration ``k`` as rows."""
-        assert self.transposed is not None
-        return self.transposed.index_select(0, self.samples[k])
-
-    def input(self, k: int) -> Tensor:
-        """Returns ``m_k * u``."""
-        if self.columns:
-            return self.u.index_select(-1, self.samples[k])
-        # A product, not torch.where, which takes ten times as long.
-        return self.u * self.samples[k]
-
-    def residual(self, x: Tensor | None, k: int) -> Tensor:
-        """Returns ``r_k``."""
-        if x is None:
-            return -self.input(k).to(self.working)
-        if self.columns:
-            product = (x.to(self.operator.weight.dtype) @ self.part(k).t()).to(self.working)
-            return product * self.scale - self.input(k)
-        if self.matrix and not self.lowered:
-            return torch.addmm(self.u, x, self.scaled.weight, beta=-1).mul_(self.samples[k])
-        product = self.operator.adjoint(x).to(self.working)
-        return (product * self.scale - self.u).mul_(self.samples[k])
-
-    def descend(self, base: Tensor, r: Tensor, k: int, factor: Step) -> Tensor:
-        """Returns ``base - factor * A r``."""
-        if self.lowered or not self.matrix or isinstance(factor, Tensor):
-            r = (r * -factor).to(self.operator.weight.dtype)
-            product = r @ self.part(k) if self.columns else self.operator.apply(r)
-            return base + product.to(base.dtype)
-        return torch.addmm(base, r, self.part(k) if self.columns else self.operator.weight.t(), alpha=-factor)
-
-    def pull(self, grad: Tensor, k: int) -> Tensor:
-        """Returns ``m_k * A^T grad``."""
-        if self.columns:
-            return (grad.to(self.operator.weight.dtype) @ self.part(k).t()).to(self.working)
-        return self.operator.adjoint(grad).to(self.working).mul_(self.samples[k])
-
-    def push(self, base: Tensor, h: Tensor, k: int) -> Tensor:
-        """Returns ``base - s A h``."""
-        if self.scaled is not self.operator:
-            return torch.addmm(base, h, self.scaled.weight.t(), alpha=-1)
-        return self.descend(base, h if isinstance(self.scale, float) else h * self.scale, k, 1.0)
 
 
 def _step(steps: Tensor | None, rule: Rule, k: int) -> Step:
@@ -186,7 +105,7 @@ def _iterate(
     kept: list[list[Tensor]] = [[], [], []]
     with autocast_off(u.device):
         u, samples, bias = _flattened(u, samples, bias, rule)
-        made = _Samples(u, weight, samples, smoothness, rule)
+        made = Samples(u, weight, samples, smoothness, rule)
         x, v, first = None, None, None
         for k in range(rule.iterations):
             step = _step(steps, rule, k)
@@ -232,6 +151,27 @@ def _flattened(u: Tensor, samples: Tensor, bias: Tensor | None, rule: Rule) -> t
     return u.reshape(-1, u.shape[-1]), samples, bias
 
 
+def _advanced(
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    samples: Tensor,
+    smoothness: Tensor,
+    steps: Tensor | None,
+    rule: Rule,
+    keep: bool,
+) -> tuple[Tensor, ...]:
+    """Returns ``v_T``, ``v_1``, and what the backward pass needs, in buffers or one by one."""
+    if sampled_stacked.stacks(rule, u, weight, smoothness, steps):
+        with autocast_off(u.device):
+            rows, masks, biases = _flattened(u, samples, bias, rule)
+            v, first, *kept = sampled_stacked.iterate(rows, weight, biases, masks, smoothness, steps, rule, keep)
+        shape = torch.Size((*u.shape[:-1], v.shape[-1]))
+        return unflattened(v, shape), unflattened(first, shape), *(kept if keep else ())
+    v, first, kept = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=keep)
+    return v, first, *kept
+
+
 class _Sampled(torch.autograd.Function):
     """``v_T`` and ``v_1`` of the input, the weight and the bias."""
 
@@ -247,7 +187,7 @@ class _Sampled(torch.autograd.Function):
         steps: Tensor | None,
         rule: Rule,
     ) -> tuple[Tensor, ...]:
-        v, first, kept = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=not rule.low)
+        v, first, *kept = _advanced(u, weight, bias, samples, smoothness, steps, rule, keep=not rule.low)
         return (v, first if first is not v else v.clone(), *kept)
 
     @staticmethod
@@ -280,11 +220,55 @@ class _Sampled(torch.autograd.Function):
                 )
             )
             return (*(next(found) if needed else None for needed in needs), None, None, None, None)
-        if rule.low:
+        given = grad if grad is not None else grad_first
+        buffers = sampled_stacked.stacks(rule, u, weight, smoothness, steps, given)
+        if rule.low and buffers:
+            rest = _advanced(u, weight, bias, samples, smoothness, steps, rule, keep=True)[2:]
+        elif rule.low:
             rest = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=True)[2]
+        backward = _backward
+        if _is_stacked(rest, rule) and buffers:
+            backward = _stacked_backward
+        elif _is_stacked(rest, rule):
+            # A backward pass that is compiled or transformed, unlike its forward pass.
+            rest = [*rest[0].unbind(), *rest[1].unbind()[1:]]
         with autocast_off(u.device):
-            gradients = _backward(grad, grad_first, u, weight, bias, samples, smoothness, steps, rule, rest, needs)
+            gradients = backward(grad, grad_first, u, weight, bias, samples, smoothness, steps, rule, rest, needs)
         return (*gradients, None, None, None, None)
+
+
+# torch looks the arguments up in every call, which takes as long as a few small products.
+_Sampled.forward.__signature__ = inspect.signature(_Sampled.forward)  # type: ignore[attr-defined]
+
+
+def _is_stacked(rest: Sequence[Tensor], rule: Rule) -> bool:
+    """Whether a forward pass has left buffers: these have one more dimension than the rows of a matrix."""
+    return rule.stacked and len(rest) == 2 and rest[0].dim() == 3
+
+
+def _stacked_backward(
+    grad: Tensor | None,
+    grad_first: Tensor | None,
+    u: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    samples: Tensor,
+    smoothness: Tensor,
+    steps: Tensor | None,
+    rule: Rule,
+    kept: Sequence[Tensor],
+    needs: tuple[bool, ...],
+) -> list[Tensor | None]:
+    """Returns the gradients of input, weight and bias."""
+    iterates, residuals = kept
+    masks = _flattened(u, samples, None, rule)[1]
+    grad, grad_first = (None if one is None else one.reshape(-1, one.shape[-1]) for one in (grad, grad_first))
+    du, dweight, db = sampled_stacked.backward(
+        grad, grad_first, weight, masks, smoothness, steps, rule, iterates, residuals, needs
+    )
+    if db is not None and bias is not None:
+        db = db.reshape(*u.shape[:-1], db.shape[-1]).sum_to_size(bias.shape)
+    return [None if du is None else du.reshape(u.shape), dweight, db]
 
 
 def _backward(
@@ -297,7 +281,7 @@ def _backward(
     smoothness: Tensor,
     steps: Tensor | None,
     rule: Rule,
-    kept: list[Tensor],
+    kept: Sequence[Tensor],
     needs: tuple[bool, ...],
 ) -> list[Tensor | None]:
     """Returns the gradients of input, weight and bias."""
@@ -306,7 +290,7 @@ def _backward(
     residuals = kept[len(kept) - again :]
     shape = u.shape
     u, samples, _ = _flattened(u, samples, None, rule)
-    made = _Samples(u, weight, samples, smoothness, rule)
+    made = Samples(u, weight, samples, smoothness, rule)
     if made.matrix:
         grad, grad_first = (None if one is None else one.reshape(-1, one.shape[-1]) for one in (grad, grad_first))
     if grad is None:
@@ -314,7 +298,7 @@ def _backward(
         grad = torch.zeros_like(grad_first)
     du = torch.zeros_like(u, dtype=made.working) if rule.columns else None
     db: Tensor | None = None
-    total = _WeightGradient(made, rule, weight)
+    total = WeightGradient(made, rule, weight)
     for k in range(again, -1, -1):
         step = _step(steps, rule, k)
         if k == 0 and grad_first is not None:
@@ -350,47 +334,3 @@ def _added(total: Tensor | None, h: Tensor, columns: Tensor | None) -> Tensor:
         return total.index_add(-1, columns, h)
     # Not in place: this first one is also a factor of the weight's gradient.
     return h if total is None else total + h
-
-
-class _WeightGradient:
-    """Sums ``- (G_k r_k^T + s x_k h_k^T)``: in two sums of products where the samples are masks."""
-
-    def __init__(self, made: _Samples, rule: Rule, weight: Tensor):
-        self.made, self.columns, self.weight_dtype = made, rule.columns, weight.dtype
-        self.sums = (Sum(), Sum())
-        self.total: Tensor | None = None
-        if rule.columns:
-            assert made.transposed is not None
-            self.total = torch.zeros_like(made.transposed, dtype=made.working)
-
-    def add(self, grad: Tensor, r: Tensor, k: int) -> None:
-        self._add(grad, r, k, 0, 1.0)
-
-    def add_second(self, x: Tensor, h: Tensor, k: int) -> None:
-        self._add(x, h, k, 1, self.made.scale)
-
-    def _add(self, left: Tensor, right: Tensor, k: int, place: int, scale: Step) -> None:
-        dtype = self.made.operator.weight.dtype
-        left, right = left.to(dtype), right.to(dtype)
-        if self.columns:
-            assert self.total is not None
-            part = (right.t() @ left).to(self.total.dtype) * scale
-            self.total = self.total.index_add(0, self.made.samples[k], part)
-        elif self.made.matrix:
-            self.sums[place].add(left, right)
-        else:
-            # Batch and space are large enough for products of their own, and too large for copies.
-            part = self.made.operator.weight_gradient(right, left).to(self.made.working) * scale
-            self.total = part if self.total is None else self.total + part
-
-    def result(self) -> Tensor:
-        """Returns the gradient of the weight."""
-        if self.columns and self.total is not None:
-            return -self.total.t().to(self.weight_dtype)
-        if self.total is None:
-            first, second = (one.result() for one in self.sums)
-            assert first is not None
-            self.total = first.to(self.made.working)
-            if second is not None:
-                self.total = self.total + second.to(self.made.working) * self.made.scale
-        return -self.total.to(self.weight_dtype)

@@ -30,12 +30,17 @@ def may_stack(rule: Rule, rows: int, outputs: int) -> bool:
         return False
     if rule.path == "two_step" and rule.images < rule.iterations - 1:
         return False
-    return rows < LARGE_BATCH or rows * outputs * rule.iterations <= LARGEST
+    return buffer_fits(rows, outputs, rule.iterations)
 
 
-def stacks(rule: Rule, c: Tensor, weight: Tensor, rate: Tensor, grad: Tensor | None = None) -> bool:
-    """Whether a solve takes the passes of this file: it may, and its values are at hand."""
-    if not rule.stacked or torch.is_grad_enabled() or not is_eager(c.device):
+def buffer_fits(rows: int, features: int, iterations: int) -> bool:
+    """Whether a buffer of this size is better than one tensor for each iteration."""
+    return rows < LARGE_BATCH or rows * features * iterations <= LARGEST
+
+
+def at_hand(c: Tensor, weight: Tensor, rate: Tensor, grad: Tensor | None = None) -> bool:
+    """Whether there are plain values to compute with: nothing is recorded, compiled or transformed."""
+    if torch.is_grad_enabled() or not is_eager(c.device):
         return False
     # Of several gradients at once (is_grads_batched) none shows, but for this.
     if grad is not None and (type(grad) is not Tensor or torch._C._functorch.is_legacy_batchedtensor(grad)):
@@ -65,7 +70,7 @@ def iterate(
     if made.matrix is not None:
         for slot in iterates.unbind():
             torch.addmm(c, x, made.matrix, out=slot)
-            x = _written(prior.prox_(slot, step), slot)
+            x = written(prior.prox_(slot, step), slot)
         return torch.addmm(c, x, made.matrix), made.matrix, iterates, None
     alpha, share, transposed = _numbers(rate, weight, rule)
     images, v = c.new_empty((again, len(c), weight.shape[1])), torch.empty_like(c)
@@ -74,7 +79,7 @@ def iterate(
         # One pass over memory for both terms, to which the product adds.
         torch.add(c, x, alpha=share, out=target)
         torch.addmm(target, image, transposed, alpha=alpha, out=target)
-        x = target if target is v else _written(prior.prox_(target, step), target)
+        x = target if target is v else written(prior.prox_(target, step), target)
     return v, None, iterates, images
 
 
@@ -118,18 +123,18 @@ def backward(
             assert pulled is not None
             h = torch.mm(later, weight, out=pulled[k])
             torch.addmm(later, h, transposed, beta=share, alpha=alpha, out=slots[k])
-        later = _written(prior.vjp_(values[k], step, slots[k]), slots[k])
+        later = written(prior.vjp_(values[k], step, slots[k]), slots[k])
     dc = grads.sum(0)
     if not needs_weight:
         return dc, None
     if matrix is not None:
-        sums = torch.mm(_rows(grads[2:]).t(), _rows(iterates))
+        sums = torch.mm(rows_of(grads[2:]).t(), rows_of(iterates))
         torch.addmm(sums, slots[1].t(), values[0], out=sums)
-        return dc, _product(sums + sums.t(), weight, alpha)
+        return dc, product(sums + sums.t(), weight, alpha)
     assert images is not None and pulled is not None
-    total = _product(_rows(grads[1:]).t(), _rows(images), alpha)
+    total = product(rows_of(grads[1:]).t(), rows_of(images), alpha)
     # Put together for once: a product of its own for the first iterate would pass over the weight's size again.
-    return dc, torch.addmm(total, torch.cat(values).t(), _rows(pulled), alpha=alpha, out=total)
+    return dc, torch.addmm(total, torch.cat(values).t(), rows_of(pulled), alpha=alpha, out=total)
 
 
 def _numbers(rate: Tensor, weight: Tensor, rule: Rule) -> tuple[float, float, Tensor]:
@@ -138,17 +143,17 @@ def _numbers(rate: Tensor, weight: Tensor, rule: Rule) -> tuple[float, float, Te
     return -number, 1 - number * rule.map.lam, weight.t()
 
 
-def _written(result: Tensor, slot: Tensor) -> Tensor:
+def written(result: Tensor, slot: Tensor) -> Tensor:
     """Returns the slot, with a result in it that may be there already."""
     return slot if result is slot else slot.copy_(result)
 
 
-def _rows(buffer: Tensor) -> Tensor:
+def rows_of(buffer: Tensor) -> Tensor:
     """Returns a buffer with the samples of all iterations below each other."""
     return buffer.reshape(-1, buffer.shape[-1])
 
 
-def _product(left: Tensor, right: Tensor, factor: float) -> Tensor:
+def product(left: Tensor, right: Tensor, factor: float) -> Tensor:
     """Returns ``factor * left right`` without a pass over memory for the factor."""
     empty = left.new_empty((left.shape[0], right.shape[1]))
     return torch.addmm(empty, left, right, beta=0, alpha=factor)

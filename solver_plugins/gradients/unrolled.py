@@ -201,7 +201,7 @@ def unflattened(v: Tensor, shape: torch.Size) -> Tensor:
 
 def _advanced(c: Tensor, weight: Tensor, rate: Tensor, gram: Tensor | None, rule: Rule, keep: bool) -> tuple[Any, ...]:
     """Returns ``v_T``, the matrix of the products, and what else the backward pass needs, in buffers or one by one."""
-    if not rule.low and stacked.stacks(rule, c, weight, rate):
+    if not rule.low and rule.stacked and stacked.at_hand(c, weight, rate):
         with autocast_off(c.device):
             v, *buffers = stacked.iterate(_flattened(c, rule), weight, rate, gram, rule)
         return (unflattened(v, c.shape), *buffers)
@@ -243,7 +243,7 @@ class _Unrolled(torch.autograd.Function):
             return next(found) if needs_c else None, next(found) if needs_weight else None, None, None, None
         with autocast_off(c.device):
             flat, start = _flattened(grad, rule), _flattened(c, rule)
-            buffers = stacked.stacks(rule, c, weight, rate, grad) and (rule.low or _is_stacked(rest, rule))
+            buffers = rule.stacked and (rule.low or _is_stacked(rest, rule)) and stacked.at_hand(c, weight, rate, grad)
             if buffers:
                 if rule.low:
                     _, matrix, iterates, images = stacked.iterate(start, weight, rate, gram, rule, matrix)
@@ -295,6 +295,7 @@ def _backward(
     slopes: tuple[Tensor, ...] = ()
     if not prior.slope_from_value:
         slopes = (prior.derivative(c, step) if prior.separable else c, *kept.slopes)
+    in_place = stacked.at_hand(c, weight, rate, grad)
     incoming = total = grad
     later = None
     for k in range(rule.iterations - 2, -1, -1):
@@ -309,7 +310,8 @@ def _backward(
             dx = dx - later
         later = None if momentum is None else momentum * dy
         if not slopes:
-            grad = prior.vjp(iterates[k], step, dx)
+            # Nothing else has seen dx.
+            grad = (prior.vjp_ if in_place else prior.vjp)(iterates[k], step, dx)
         elif prior.separable:
             grad = slopes[k] * dx
         else:

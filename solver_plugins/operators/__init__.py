@@ -29,7 +29,14 @@ from solver_plugins.operators.sampling import (
     uniform,
 )
 from solver_plugins.operators.standardized import standardized
-from solver_plugins.operators.tracking import WarmSteps, power_step, power_steps, start_vectors, warm_steps
+from solver_plugins.operators.tracking import (
+    WarmSteps,
+    power_quotient,
+    power_step,
+    power_steps,
+    start_vectors,
+    warm_steps,
+)
 
 __all__ = [
     "ConvMap",
@@ -54,6 +61,7 @@ __all__ = [
     "match_dtype",
     "operator_for",
     "operator_from_kernel",
+    "power_quotient",
     "power_step",
     "power_steps",
     "product_dtype",

@@ -48,6 +48,25 @@ def power_step(
 
 
 @torch.no_grad()
+def power_quotient(kernel: Tensor, geometry: Geometry, vectors: Tensor, diagonal: Tensor | None = None) -> Tensor:
+    """Returns the quotient of a :func:`power_step`, of a matrix in few operations: every evaluation looks at it."""
+    scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
+    if not _is_matrix(kernel, geometry) or not is_eager(kernel.device) or type(scaled) is not Tensor:
+        return power_step(kernel, geometry, vectors, diagonal)[0]
+    with autocast_off(kernel.device):
+        matrix, v = scaled.flatten(1), vectors[0, 0, :, 0].contiguous()
+        tiny = torch.finfo(v.dtype).tiny
+        back = v @ matrix
+        down = _length(back)
+        up = _length(matrix @ back.mul_(1 / max(down, tiny)))
+        return vectors.new_tensor(down * up / max(_length(v), tiny))
+
+
+def _is_matrix(kernel: Tensor, geometry: Geometry) -> bool:
+    return math.prod(kernel.shape[2:]) == 1 and geometry.groups == 1
+
+
+@torch.no_grad()
 def power_steps(
     kernel: Tensor,
     geometry: Geometry,
@@ -127,7 +146,7 @@ def warm_steps(
     """
     with autocast_off(kernel.device):
         scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
-        if math.prod(kernel.shape[2:]) == 1 and geometry.groups == 1:
+        if _is_matrix(kernel, geometry):
             take = _matrix_steps_at_once if is_eager(kernel.device) and type(scaled) is Tensor else _matrix_steps
             return take(scaled.flatten(1), vectors, share, gram)
         quotients, results = power_steps(scaled, geometry, vectors, 3, share=share)

@@ -26,27 +26,30 @@ class HistoryState(State):
     """A :class:`State` with what Anderson's method remembers.
 
     Attributes:
-        images: ``T(v_j)`` of the last steps, flattened per sample.
-        residuals: ``T(v_j) - v_j`` of the last steps, flattened per sample.
-        best_image: ``T(v)`` of the ``v`` with the smallest residual so far.
+        images: ``T(x_j)`` of the last steps, flattened per sample.
+        residuals: ``prox(T(x_j)) - x_j`` of the last steps, flattened per sample.
+        best_image: ``T(x)`` of the ``x`` with the smallest residual so far.
         best_size: That residual's squared norm.
     """
 
     images: tuple[Tensor, ...]
     residuals: tuple[Tensor, ...]
-    best_image: Tensor | None
-    best_size: Tensor | None
+    best_image: Tensor
+    best_size: Tensor
 
 
 @register_solver
 class Anderson(Solver):
     """Anderson acceleration of the map whose fixed point is the minimiser, with a safeguard.
 
-        T(v) = x - t grad F(x),  x = prox_{t g}(v);     f_j = T(v_j) - v_j
-        v_{k+1} = T(v_k) - sum_j gamma_j (T(v_{j+1}) - T(v_j)),     gamma = argmin |f_k - sum_j gamma_j (f_{j+1} - f_j)|
+        T(x) = x - t grad F(x),     f_j = prox_{t g}(T(x_j)) - x_j,     x_0 = 0
+        v_{k+1} = T(x_k) - sum_j gamma_j (T(x_{j+1}) - T(x_j)),     gamma = argmin |f_k - sum_j gamma_j (f_{j+1} - f_j)|
+        x_{k+1} = prox_{t g}(v_{k+1})
 
-    ``T`` is nonexpansive. Where the residual did not fall below the best one so far, the next point is the plain step
-    from the best point instead, so the method is never slower than half of ``proxgd``. Every sample decides for itself.
+    Residuals are those of the iterates, not of the arguments of the proximal map: of a feature that it sets to zero the
+    argument says nothing. The map ``prox(T(x))`` is nonexpansive. Where the residual did not fall below the best one so
+    far, the next point is the plain step from the best point instead, so the method is never slower than half of
+    ``proxgd``. Every sample decides for itself.
     """
 
     name = "anderson"
@@ -61,16 +64,15 @@ class Anderson(Solver):
     def step(
         self, problem: BlockProblem, state: HistoryState | None, iteration: int, draws: Draws | None
     ) -> HistoryState:
-        step = problem.step
-        if state is None:
-            return HistoryState(problem.first(step), step, (), (), None, None)
-        x = self.value(problem, state)
-        image = problem.descend(x, problem.gradient(x), step)
-        flat_dims = -len(problem.operator.problem_dims)
+        step, flat_dims = problem.step, -len(problem.operator.problem_dims)
+        x = None if state is None else self.value(problem, state)
+        image = problem.first(step) if x is None else problem.descend(x, problem.gradient(x), step)
         flat_image = image.flatten(flat_dims)
-        residual = flat_image - state.v.flatten(flat_dims)
+        moved = self.value(problem, State(image, step))
+        # Under autocast an activation with parameters returns a half.
+        residual = (moved if x is None else moved - x).to(image.dtype).flatten(flat_dims)
         size = residual.detach().square().sum(-1, keepdim=True)
-        if state.best_image is None or state.best_size is None:
+        if state is None:
             return HistoryState(image, step, (flat_image,), (residual,), flat_image, size)
         images = (*state.images, flat_image)[-self.config.window - 1 :]
         residuals = (*state.residuals, residual)[-self.config.window - 1 :]
@@ -89,12 +91,14 @@ class Anderson(Solver):
             df = torch.stack([b - a for a, b in itertools.pairwise(residuals)], -2)
             dt = torch.stack([b - a for a, b in itertools.pairwise(images)], -2)
             normal = df @ df.mT
-            eye = torch.eye(normal.shape[-1], dtype=normal.dtype, device=normal.device)
-            scale = normal.diagonal(dim1=-2, dim2=-1).sum(-1)
+            size = normal.diagonal(dim1=-2, dim2=-1)
             # Differences below the rounding error of T carry no information; in half precision that is most of them.
-            noise = rounding**2 * images[-1].detach().square().sum(-1)
-            ridge = (self.config.ridge * scale + noise + torch.finfo(normal.dtype).tiny)[..., None, None]
+            noise = rounding**2 * images[-1].detach().square().sum(-1, keepdim=True)
+            # Residuals of one active feature are all parallel, and a ridge below the rounding error would not be seen.
+            # Each difference has a ridge of its own size: the last ones are the smallest, and say the most.
+            precision = torch.finfo(normal.dtype)
+            ridge = max(self.config.ridge, 64 * precision.eps) * size + noise + precision.tiny
             right = df @ residuals[-1].unsqueeze(-1)
             # solve_ex: checking for a singular matrix, which the ridge excludes, would stall a GPU.
-            gamma = torch.linalg.solve_ex(normal + ridge * eye, right).result
-            return images[-1] - (dt.mT @ gamma).squeeze(-1)
+            gamma = torch.linalg.solve_ex(normal + ridge.diag_embed(), right).result
+            return images[-1] - (gamma.mT @ dt).squeeze(-2)

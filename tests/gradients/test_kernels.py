@@ -10,7 +10,7 @@ from torch.autograd import gradgradcheck
 
 from solver_plugins import SolverConv2d, SolverLinear
 from solver_plugins.blocks import solve_layer
-from solver_plugins.gradients import stacked
+from solver_plugins.gradients import sampled_stacked, stacked
 from solver_plugins.gradients.rule import Rule
 from solver_plugins.operators import Geometry
 from solver_plugins.prox import prox_for
@@ -33,14 +33,15 @@ def tensors(operator, scale=1.0):
 
 
 def value_and_gradients(path, geometry, given, seed=7, **options):
-    leaves = [one.clone().requires_grad_() for one in given]
+    leaves = [None if one is None else one.clone().requires_grad_() for one in given]
     u, kernel, bias, *rest = leaves
     named = dict(zip(("diagonal", "skip"), rest, strict=False))
     out = solve_layer(
         u, kernel, bias, geometry, path=path, generator=torch.Generator().manual_seed(seed), **named, **options
     )  # fmt: skip
     weights = torch.randn(out.shape, dtype=F64, generator=torch.Generator().manual_seed(1))
-    return [out.detach(), *torch.autograd.grad((out * weights).sum(), leaves, materialize_grads=True)]
+    there = [one for one in leaves if one is not None]
+    return [out.detach(), *torch.autograd.grad((out * weights).sum(), there, materialize_grads=True)]
 
 
 def assert_same(got, expected):
@@ -118,9 +119,53 @@ def test_buffers_only_where_they_fit():
     assert not stacked.may_stack(replace(rule, path="two_step", images=8), 2, 2)
     tensors = torch.ones(2, 2), torch.ones(2, 2), torch.ones(())
     with torch.no_grad():
-        assert stacked.stacks(replace(rule, stacked=True), *tensors)
-        assert not stacked.stacks(rule, *tensors)
-    assert not stacked.stacks(replace(rule, stacked=True), *tensors)
+        assert stacked.at_hand(*tensors) and not stacked.at_hand(tensors[0].to("meta"), *tensors[1:])
+    assert not stacked.at_hand(*tensors)
+
+
+@pytest.mark.parametrize("iters", [2, 3, 8])
+@pytest.mark.parametrize("memory", ["full", "low"])
+@pytest.mark.parametrize("per_sample", [True, False])
+def test_sampled_iterations_in_one_buffer(per_sample, memory, iters, monkeypatch):
+    """Small matrices take these passes; every prior that may, biases of each row or none, steps that are no numbers."""
+    taken = []
+    for name in ("iterate", "backward"):
+        plain = getattr(sampled_stacked, name)
+        monkeypatch.setattr(
+            sampled_stacked, name, lambda *given, plain=plain, name=name: taken.append(name) or plain(*given)
+        )
+    generator = torch.Generator().manual_seed(0)
+    options = {"solver": "proxsg", "iters": iters, "lipschitz": 40.0, "lam": 0.3, "p": 0.4, "per_sample": per_sample}
+    for prior in ("identity", "relu", "relu6", "hardtanh", "leaky"):
+        for shapes in (((7, 3, 12), (8, 12), (8,), None, (7, 3, 8)), ((200, 12), (8, 12), None)):
+            given = [None if one is None else torch.randn(one, dtype=F64, generator=generator) for one in shapes]
+            for formulation in ("normalized", "paper"):
+                more = {**options, "activation": PRIORS[prior], "formulation": formulation}
+                assert_same(
+                    value_and_gradients("masked", Geometry(), given, memory=memory, **more),
+                    value_and_gradients("loop", Geometry(), given, **more),
+                )
+    # Iterates that were not kept are computed again.
+    assert taken == (["iterate", "backward"] if memory == "full" else ["iterate", "iterate", "backward"]) * 20
+
+
+def test_sampled_buffers_only_where_they_fit():
+    """No columns, no derivative that the iterate does not tell, no large buffer of a large batch, no step of zero."""
+    rule = sampled_stacked.Rule(
+        operator=None, dtype=F64, columns=False, prior=prox_for("relu"), lam=0.0, share=2.0, unit=True,
+        steps=(1.0, 0.5), iterations=2, low=False, stacked=True,
+    )  # fmt: skip
+    rows = stacked.LARGE_BATCH
+    assert sampled_stacked.may_stack(rule, rows - 1, 10**6) and sampled_stacked.may_stack(rule, rows, 100)
+    assert not sampled_stacked.may_stack(rule, rows, stacked.LARGEST)
+    assert not sampled_stacked.may_stack(replace(rule, columns=True), 2, 2)
+    assert not sampled_stacked.may_stack(replace(rule, iterations=1), 2, 2)
+    assert not sampled_stacked.may_stack(replace(rule, prior=prox_for("tanh")), 2, 2)
+    tensors = torch.ones(2, 2), torch.ones(2, 2), torch.ones(())
+    with torch.no_grad():
+        assert sampled_stacked.stacks(rule, *tensors, None) and sampled_stacked.stacks(rule, *tensors, torch.ones(2))
+        assert not sampled_stacked.stacks(replace(rule, stacked=False), *tensors, None)
+        assert not sampled_stacked.stacks(rule, *tensors, torch.tensor([1.0, 0.0]))
 
 
 @pytest.mark.parametrize("formulation", ["normalized", "paper"])

@@ -9,6 +9,7 @@ from solver_plugins.operators import (
     kernel_of,
     lipschitz_constant,
     lipschitz_from_kernel,
+    power_quotient,
     power_step,
     start_vectors,
     warm_steps,
@@ -137,6 +138,18 @@ def test_low_precision_runs_in_float32_whatever_autocast_says(dtype):
     assert not estimate.requires_grad
     reference, _ = follow(layer.weight.double(), geometry, 100)
     assert float(estimate) == pytest.approx(float(reference), rel=1e-4)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1.0, 1e18])
+@pytest.mark.parametrize("make", LAYERS)
+def test_a_quotient_alone(make, scale):
+    """The same as with a whole step, however large the weights are, with a diagonal and without one."""
+    layer = make()
+    geometry, kernel = geometry_of(layer), scale * kernel_of(layer).detach().float()
+    _, vectors = follow(kernel, geometry, 2)
+    for diagonal in (None, torch.rand(len(kernel)) + 0.5):
+        expected = power_step(kernel, geometry, vectors, diagonal)[0]
+        torch.testing.assert_close(power_quotient(kernel, geometry, vectors, diagonal), expected, rtol=1e-6, atol=0)
 
 
 def test_compiles_without_graph_breaks():

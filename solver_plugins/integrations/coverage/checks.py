@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
@@ -42,6 +43,8 @@ from solver_plugins.surgery.clone import clone
 
 LARGE = 350_000_000
 """Of models with more parameters, only one is in memory at a time."""
+PARTS = 8
+"""Weights are loaded in so many parts."""
 
 
 def check(
@@ -295,10 +298,9 @@ class _Check:
             path = pathlib.Path(folder) / "model.safetensors"
             shared = _save(self.model, path)
             fresh = self.case.build()
-            # Copied, not assigned: a mapped file is aligned differently, and its sums round differently.
-            missing = fresh.load_state_dict(safetensors.torch.load_file(path), strict=False)
-            if set(missing.missing_keys) - shared or missing.unexpected_keys:
-                raise CheckError(f"a plain model did not take the weights: {missing}")
+            missing, unexpected = _load(fresh, path)
+            if missing - shared or unexpected:
+                raise CheckError(f"a plain model did not take the weights: missing {missing}, unexpected {unexpected}")
         apply_conversion(fresh, Conversion.from_json(text))
         again = {name: m.L for name, m in fresh.named_modules() if isinstance(m, TrackedStep)}
         if constants.keys() != again.keys() or any(not torch.allclose(constants[k], again[k], 1e-5) for k in again):
@@ -358,6 +360,23 @@ def _save(model: nn.Module, path: pathlib.Path) -> set[str]:
         state[key] = tensor.contiguous()
     safetensors.torch.save_file(state, path)
     return left
+
+
+def _load(model: nn.Module, path: pathlib.Path) -> tuple[set[str], set[str]]:
+    """Loads a state dict in parts, as memory for one more model may not be there; returns missing and unexpected keys.
+
+    Copied, not assigned: a mapped file is aligned differently, and its sums round differently.
+    """
+    missing, unexpected = set(model.state_dict()), set()
+    with safetensors.safe_open(path, "pt") as file:
+        keys = list(file.keys())
+    for start in range(0, len(keys), size := -(-len(keys) // PARTS)):
+        # Opened anew: a part that was read stays in memory as long as its file is mapped.
+        with safetensors.safe_open(path, "pt") as file:
+            part = {key: file.get_tensor(key) for key in keys[start : start + size]}
+        unexpected |= set(model.load_state_dict(part, strict=False).unexpected_keys)
+        missing -= part.keys()
+    return missing, unexpected
 
 
 @contextlib.contextmanager

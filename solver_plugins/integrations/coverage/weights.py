@@ -21,6 +21,8 @@ _POOL = 1_000_003
 _DRAWS = frozenset({"normal_", "uniform_", "trunc_normal_", "exponential_", "kaiming_uniform_", "kaiming_normal_"}) | {
     "xavier_uniform_", "xavier_normal_", "orthogonal_", "sparse_", "erfinv_",
 }  # fmt: skip
+_SCALES = frozenset({"mul_", "div_"})
+"""Initialisation also scales what it has drawn: of a network that is cut afterwards, memory that would not fit."""
 _DROPS = re.compile(r"Drop|StochasticDepth")
 
 
@@ -30,7 +32,10 @@ class _NoDraws(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch.nn.init hands its tensor on by name.
         target = args[0] if args else (kwargs or {}).get("tensor")
-        if getattr(func, "__name__", "") in _DRAWS and isinstance(target, Tensor):
+        name = getattr(func, "__name__", "")
+        if name in _SCALES and isinstance(target, nn.Parameter) and target.dim() > 1:
+            return target
+        if name in _DRAWS and isinstance(target, Tensor):
             if target.numel() < 64 and not target.is_meta:
                 return func(*args, **(kwargs or {}))
             return target
