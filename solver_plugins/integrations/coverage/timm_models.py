@@ -134,8 +134,8 @@ def case(name: str, family: str) -> Case:
         how = ", ".join(cut or [f"{key}={value}" for key, value in depth.items()])
         reduced = f"{whole / 1e9:.1f}B parameters: {how}" if whole > LARGEST else None
         rebuild = functools.partial(build, name, options, kept)
-        native = functools.partial(_native, name) if asked else None
-        made = Case("timm", name, family, rebuild, Inputs((_image(shape),)), native, model, reduced)
+        whole_size = functools.partial(as_it_is, name) if asked else None
+        made = Case("timm", name, family, rebuild, Inputs((_image(shape),)), whole_size, model, reduced)
         if starving is not None:
             return made if starved < starving[0] else starving[1]
         if not starved or shape[1] >= ENOUGH:
@@ -146,7 +146,7 @@ def case(name: str, family: str) -> Case:
     raise error if error is not None else RuntimeError(f"no size was tried for {name}")
 
 
-def _native(name: str, weights: bool) -> nn.Module:
+def as_it_is(name: str, weights: bool) -> nn.Module:
     """Makes a model as it is, with undrawn weights or on the meta device."""
     with undrawn_weights() if weights else torch.device("meta"):
         model: nn.Module = timm.create_model(name)
