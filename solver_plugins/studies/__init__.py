@@ -4,6 +4,7 @@ A study is one file: a config, cells, what they measure, a table, a figure, and 
 """
 
 from solver_plugins.studies import (  # noqa: F401  They register themselves.
+    deeplayers_pretrained,
     deeplayers_solvers,
     deeplayers_table2,
     deeplayers_table3,

@@ -28,8 +28,8 @@ from solver_plugins.studies.deeplayers_report import Row, draw_table, gains, rep
 from solver_plugins.studies.errors import CellError
 from solver_plugins.studies.fitting import Fitting, fit, normalised
 from solver_plugins.studies.images import ImageData, Images, Part
-from solver_plugins.studies.networks import evaluate
-from solver_plugins.surgery import convert_model, revert_model
+from solver_plugins.studies.networks import EVALUATION_BATCH, evaluate
+from solver_plugins.surgery import apply_conversion, conversion_of, convert_model, revert_model
 from solver_plugins.train.randomness import seeded
 
 FIRST, SEARCH, FINAL = "first", "search", "final"
@@ -98,11 +98,13 @@ class DeepLayersTable(Study[C]):
     Attributes:
         group: What its networks differ in, a key of the cells' settings.
         printed: The paper's accuracies by network and arm; :data:`FIRST` is the network before it is finetuned.
+        evaluation_batch: How many images are evaluated at once.
     """
 
     tags = ("deeplayers", "images")
     group: ClassVar[str]
     printed: ClassVar[dict[Value, dict[str, float]]]
+    evaluation_batch: ClassVar[int] = EVALUATION_BATCH
     _images: Images
     _parts: dict[str, Part]
 
@@ -174,13 +176,13 @@ class DeepLayersTable(Study[C]):
             model = self._begin(model, self._first_cell(group, cell.seed), context)
         parts = self._inputs(model, cell.seed, context)
         model = self._trained(model)
-        self._solved(model, group, cell.arm, parts["train"].images[:1])
+        begun = self._convert(cell, model, parts)
         if cell["stage"] == SEARCH:
             changes = {"lr": cell["lr"], "epochs": config.search.epochs}
-            return self._train(cell, model, parts, config.fitting.model_copy(update=changes), context)
+            return begun | self._train(cell, model, parts, config.fitting.model_copy(update=changes), context)
         rate = self._best(cell, context.earlier)
         found = self._train(cell, model, parts, config.fitting.model_copy(update={"lr": rate}), context)
-        return {"lr": rate, **found, **self._test(cell, model, parts["test"], bool(found["diverged"]))}
+        return {"lr": rate, **begun, **found, **self._test(cell, model, parts["test"], bool(found["diverged"]))}
 
     def _train_first(self, cell: Cell, model: nn.Module, settings: Fitting, context: Context) -> dict[str, Any]:
         parts = self._ready(context)
@@ -206,21 +208,27 @@ class DeepLayersTable(Study[C]):
 
     def _ready(self, context: Context) -> dict[str, Part]:
         if not self._parts:
-            images = self._images
-            assert images.test is not None
-            given = {"train": images.train, "validation": images.validation, "test": images.test}
-            size = self.config.image_size
-            self._parts = {key: normalised(part, images.train, context.device, size) for key, part in given.items()}
+            known, size = self._images.train, self.config.image_size
+            self._parts = {key: normalised(part, known, context.device, size) for key, part in self._splits().items()}
         return self._parts
 
-    def _solved(
-        self, model: nn.Module, group: Value, arm: str, example: Tensor, eval_mode: str = "stochastic"
-    ) -> nn.Module:
+    def _splits(self) -> dict[str, Part]:
+        """Returns the images as they were loaded."""
+        images = self._images
+        assert images.test is not None
+        return {"train": images.train, "validation": images.validation, "test": images.test}
+
+    def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part]) -> dict[str, Any]:
+        """Converts a network that is to be trained, in place; returns what is known of it before training."""
+        self._solved(model, cell[self.group], cell.arm, parts["train"].images[:1])
+        return {}
+
+    def _solved(self, model: nn.Module, group: Value, arm: str, example: Tensor) -> nn.Module:
         """Puts the solvers of an arm into a network."""
         if arm == self.arms()[0]:
             return model
         options = self.conversion(group, arm)
-        more = {"eval_mode": eval_mode} if samples(options["solver"]) else {}
+        more = {"eval_mode": "stochastic"} if samples(options["solver"]) else {}
         size = self.config.image_size
         if size is not None and example.ndim == 4 and example.shape[-1] != size:
             example = example.new_zeros(1, example.shape[1], size, size)
@@ -242,7 +250,7 @@ class DeepLayersTable(Study[C]):
             now = time.process_time()
             seconds.append(now - start - looked)
             with seeded(self.name, cell.seed, "look", len(curve)):
-                curve.append(evaluate(model, parts["validation"])[1])
+                curve.append(self._accuracy(model, parts["validation"]))
             model.train()
             looked += time.process_time() - now
 
@@ -271,17 +279,19 @@ class DeepLayersTable(Study[C]):
         found = []
         for trial in range(self.config.trials if stochastic else 1):
             with seeded(self.name, cell.seed, "trial", trial):
-                found.append(evaluate(model, test)[1])
+                found.append(self._accuracy(model, test))
         values = torch.tensor(found, dtype=torch.float64)
         deterministic = None
         if stochastic:
-            model = self._solved(revert_model(model), group, arm, test.images[:1], "deterministic")
-            deterministic = evaluate(model, test)[1]
+            deterministic = self._accuracy(_sampling_off(model), test)
         return {
             "accuracy": float(values.mean()),
             "trial_spread": float(values.std()) if len(found) > 1 else None,
             "deterministic_accuracy": deterministic,
         }
+
+    def _accuracy(self, model: nn.Module, part: Part) -> float:
+        return evaluate(model, part, self.evaluation_batch)[1]
 
     def _best(self, cell: Cell, earlier: Results) -> float:
         rates = self.config.search.rates
@@ -338,6 +348,16 @@ class DeepLayersTable(Study[C]):
 
     def draw(self, results: Results) -> Any:
         return draw_table(self.rows(results))
+
+
+def _sampling_off(model: nn.Module) -> nn.Module:
+    """Makes a converted network deterministic in evaluation, with the gains and the blend that it has."""
+    known = conversion_of(model)
+    blocks = tuple(
+        block.model_copy(update={"settings": {**block.settings, "eval_mode": "deterministic"}})
+        for block in known.blocks
+    )
+    return apply_conversion(revert_model(model), known.model_copy(update={"blocks": blocks}))
 
 
 def _epochs(count: int, context: Context, between: Callable[[], None]) -> Iterator[int]:

@@ -51,7 +51,7 @@ def summarise(rows: list[Row]) -> dict[str, Any]:
     return {f"{row.key}_accuracy": row.accuracy for row in rows}
 
 
-def _pairs(row: Row, rows: list[Row], plain: str) -> list[float | None]:
+def pairs(row: Row, rows: list[Row], plain: str) -> list[float | None]:
     """Returns what an arm gains over the plain one, seed by seed."""
     (other,) = [one for one in rows if one.group == row.group and one.arm == plain]
     both = zip(row.found.each("accuracy"), other.found.each("accuracy"), strict=True)
@@ -60,7 +60,7 @@ def _pairs(row: Row, rows: list[Row], plain: str) -> list[float | None]:
 
 def gains(rows: list[Row], plain: str) -> dict[Row, float | None]:
     """Returns what every arm with a solver gains over the plain one, in points."""
-    return {row: mean(_pairs(row, rows, plain)) for row in _solved(rows, plain)}
+    return {row: mean(pairs(row, rows, plain)) for row in _solved(rows, plain)}
 
 
 def _solved(rows: list[Row], plain: str) -> list[Row]:
@@ -70,7 +70,7 @@ def _solved(rows: list[Row], plain: str) -> list[Row]:
 def report(rows: list[Row], plain: str, config: "TableConfig", title: str) -> list[Table]:
     """Returns the table beside the paper's, what the solvers gain, and the search."""
     finetuned = "'first' is the network before it is finetuned. " if any(row.arm == "first" for row in rows) else ""
-    tables = [
+    return [
         Table(
             f"Accuracy on the test split: {title}",
             ("", "paper (%)", "ours (%)", "ours - paper", "spread over trials", "sampling off in evaluation (%)", "lr"),
@@ -83,18 +83,23 @@ def report(rows: list[Row], plain: str, config: "TableConfig", title: str) -> li
             ("", "paper", "ours", "seeds that gain"),
             [_gain(row, rows, plain) for row in _solved(rows, plain)],
         ),
+        *search_tables(rows, config),
     ]
-    if any(row.search for row in rows):
-        rates = config.search.rates
-        tables.append(
-            Table(
-                f"Search for the step size: accuracy on the validation split after {config.search.epochs} epochs (%)",
-                ("lr", *(f"{rate:g}" for rate in rates)),
-                [_searched(row, rates) for row in rows if row.search],
-                f"For the seed {config.seeds[0]}; '-': not finite any more.",
-            )
+
+
+def search_tables(rows: list[Row], config: "TableConfig") -> list[Table]:
+    """Returns a table of the search; none where nothing was searched."""
+    if not any(row.search for row in rows):
+        return []
+    rates = config.search.rates
+    return [
+        Table(
+            f"Search for the step size: accuracy on the validation split after {config.search.epochs} epochs (%)",
+            ("lr", *(f"{rate:g}" for rate in rates)),
+            [_searched(row, rates) for row in rows if row.search],
+            f"For the seed {config.seeds[0]}; '-': not finite any more.",
         )
-    return tables
+    ]
 
 
 def _accuracy(row: Row) -> tuple[str, ...]:
@@ -114,7 +119,7 @@ def _gain(row: Row, rows: list[Row], plain: str) -> tuple[str, ...]:
     # The paper has the network before finetuning alone, where it finetunes.
     printed = {one.arm: one.paper for one in rows if one.group == row.group and one.paper is not None}
     theirs = printed.get(plain, printed.get("first"))
-    ours = _pairs(row, rows, plain)
+    ours = pairs(row, rows, plain)
     better = sum(one is not None and one > 0 for one in ours)
     return (
         f"{row.label}, {row.arm}",

@@ -19,7 +19,7 @@ from solver_plugins.studies.images import Images, Part
 from solver_plugins.train.randomness import seed_for
 
 BACKPROP = "backprop"
-_EVALUATION_BATCH = 500
+EVALUATION_BATCH = 500
 
 
 class Training(StrictConfig):
@@ -148,11 +148,11 @@ def _epoch(model: nn.Module, optimizer: torch.optim.Optimizer, train: Part, orde
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, part: Part) -> tuple[float, float]:
-    """Returns mean loss and accuracy, in percent."""
+def evaluate(model: nn.Module, part: Part, size: int = EVALUATION_BATCH) -> tuple[float, float]:
+    """Returns mean loss and accuracy, in percent, from batches of this size."""
     model.eval()
     loss, right = 0.0, 0
-    for images, labels in zip(part.images.split(_EVALUATION_BATCH), part.labels.split(_EVALUATION_BATCH), strict=True):
+    for images, labels in zip(part.images.split(size), part.labels.split(size), strict=True):
         outputs = model(images)
         loss += float(functional.cross_entropy(outputs, labels, reduction="sum"))
         right += int((outputs.argmax(-1) == labels).sum())

@@ -107,7 +107,9 @@ def main() -> None:
     except pytest.skip.Exception as error:
         sys.exit(str(error))
     data = shlex.quote(f"data.name={images}")
-    for study, key in (("dropblock-regularizer", "model"), ("opteq-head", "backbone.model")):
+    for study, key in (
+        ("deeplayers-pretrained", "model"), ("dropblock-regularizer", "model"), ("opteq-head", "backbone.model"),
+    ):  # fmt: skip
         print(f"solver-plugins study run {study} {data} {shlex.quote(f'{key}.weights={weights}')}")
 
 
