@@ -28,6 +28,8 @@ class Fitting(StrictConfig):
     decay_rate: float = Field(0.5, gt=0, le=1, description="The factor of decay_epochs.")
     batch_size: int = Field(128, ge=1, description="Images of a step; a smaller rest of an epoch is left out.")
     epochs: int = Field(200, ge=1, description="Passes over the training split.")
+    shift: int = Field(0, ge=0, description="Images are shifted by up to so many pixels, both ways; 0 for not at all.")
+    flip: bool = Field(False, description="Whether every other image is mirrored, at random.")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def fit(
             for group in optimizer.param_groups:
                 group["lr"] = rate
             try:
-                value = functional.cross_entropy(model(train.images[rows]), train.labels[rows])
+                images = augmented(train.images[rows], settings, generator)
+                value = functional.cross_entropy(model(images), train.labels[rows])
                 if extra is not None:
                     value = value + extra()
             except DivergenceError:
@@ -100,6 +103,23 @@ def _optimizer(parameters: list[nn.Parameter], settings: Fitting) -> torch.optim
     if settings.optimizer == "adamw":
         return torch.optim.AdamW(parameters, settings.lr, weight_decay=settings.weight_decay)
     return torch.optim.SGD(parameters, settings.lr, settings.momentum, weight_decay=settings.weight_decay)
+
+
+def augmented(images: Tensor, settings: Fitting, generator: torch.Generator) -> Tensor:
+    """Returns images (N, C, H, W) mirrored and shifted at random, as the settings say; what they lack is reflected.
+
+    The random numbers are the generator's, on the CPU, so that all arms of a seed see the same images.
+    """
+    count, pad = len(images), settings.shift
+    if settings.flip:
+        mirrored = (torch.rand(count, generator=generator) < 0.5).to(images.device)
+        images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+    if pad == 0:
+        return images
+    height, width = images.shape[-2:]
+    windows = functional.pad(images, (pad,) * 4, mode="reflect").unfold(2, height, 1).unfold(3, width, 1)
+    down, right = (torch.randint(2 * pad + 1, (count,), generator=generator).to(images.device) for _ in range(2))
+    return windows[torch.arange(count, device=images.device), :, down, right]
 
 
 def _rate(settings: Fitting, epoch: int, part: float) -> float:

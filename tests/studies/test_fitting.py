@@ -1,0 +1,28 @@
+"""Images that are changed at random while a network is trained."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from solver_plugins.studies.fitting import Fitting, augmented
+
+
+@pytest.mark.parametrize("settings", [{}, {"flip": True}, {"shift": 2}, {"shift": 1, "flip": True}])
+def test_images_are_mirrored_and_shifted(settings):
+    """Every image is one of the windows of the reflected image, mirrored or not; over many images all of them occur."""
+    images = torch.randn(400, 2, 5, 6, generator=torch.Generator().manual_seed(1))
+    found = augmented(images, Fitting(**settings), torch.Generator().manual_seed(0))
+    pad = settings.get("shift", 0)
+    ways = {}
+    for flip in (False, True) if settings.get("flip") else (False,):
+        padded = np.pad(
+            (images.flip(-1) if flip else images).numpy(), ((0, 0), (0, 0), (pad,) * 2, (pad,) * 2), "reflect"
+        )
+        for down, right in itertools.product(range(2 * pad + 1), repeat=2):
+            window = torch.from_numpy(padded[:, :, down : down + 5, right : right + 6])
+            ways[flip, down, right] = (found == window).flatten(1).all(1)
+    assert all(way.any() for way in ways.values()) and torch.stack(list(ways.values())).any(0).all()
+    again = augmented(images, Fitting(**settings), torch.Generator().manual_seed(0))
+    assert torch.equal(found, again)
