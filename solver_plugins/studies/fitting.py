@@ -57,7 +57,7 @@ def fit(
     extra: Callable[[], Tensor] | None = None,
     after: Callable[[], None] | None = None,
 ) -> Fitted:
-    """Trains the parameters that want a gradient, until the end or until a loss is not finite.
+    """Trains the parameters that want a gradient, until the end or until a loss or a parameter is not finite.
 
     Args:
         model: The model, on the device of the images.
@@ -96,7 +96,9 @@ def fit(
             steps += 1
             if after is not None:
                 after()
-    return Fitted(loss, time.process_time() - start, steps)
+    # The last step may have gone too far, and no loss has seen it.
+    diverged = not all(bool(torch.isfinite(one).all()) for one in parameters)
+    return Fitted(None if diverged else loss, time.process_time() - start, steps)
 
 
 def _optimizer(parameters: list[nn.Parameter], settings: Fitting) -> torch.optim.Optimizer:

@@ -1,12 +1,14 @@
-"""Images that are changed at random while a network is trained."""
+"""Training: images that are changed at random, and steps that go too far."""
 
 import itertools
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
-from solver_plugins.studies.fitting import Fitting, augmented
+from solver_plugins.studies.fitting import Fitting, augmented, fit
+from solver_plugins.studies.images import Part
 
 
 @pytest.mark.parametrize("settings", [{}, {"flip": True}, {"shift": 2}, {"shift": 1, "flip": True}])
@@ -26,3 +28,11 @@ def test_images_are_mirrored_and_shifted(settings):
     assert all(way.any() for way in ways.values()) and torch.stack(list(ways.values())).any(0).all()
     again = augmented(images, Fitting(**settings), torch.Generator().manual_seed(0))
     assert torch.equal(found, again)
+
+
+def test_a_last_step_that_goes_too_far_is_no_training():
+    """Its loss was finite; the weights that it left are not."""
+    torch.manual_seed(0)
+    part = Part(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    assert fit(nn.Linear(3, 2), part, Fitting(lr=1e41, batch_size=4, epochs=1), 0, range(1)).loss is None
+    assert fit(nn.Linear(3, 2), part, Fitting(lr=1e-3, batch_size=4, epochs=1), 0, range(1)).loss is not None
