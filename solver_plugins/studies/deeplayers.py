@@ -209,7 +209,10 @@ class DeepLayersTable(Study[C]):
     def _ready(self, context: Context) -> dict[str, Part]:
         if not self._parts:
             known, size = self._images.train, self.config.image_size
-            self._parts = {key: normalised(part, known, context.device, size) for key, part in self._splits().items()}
+            self._parts = {
+                key: normalised(part, known, context.device, size).channels_last()
+                for key, part in self._splits().items()
+            }
         return self._parts
 
     def _splits(self) -> dict[str, Part]:

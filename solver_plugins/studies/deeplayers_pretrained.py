@@ -116,7 +116,8 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         if not self._parts:
             section, known, size = self.config.model, self._images.train, self.config.image_size
             self._parts = {
-                key: prepared(section, model, part, known, context.device, size) for key, part in self._splits().items()
+                key: prepared(section, model, part, known, context.device, size).channels_last()
+                for key, part in self._splits().items()
             }
         return self._parts
 
