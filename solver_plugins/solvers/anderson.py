@@ -94,10 +94,12 @@ class Anderson(Solver):
             size = normal.diagonal(dim1=-2, dim2=-1)
             # Differences below the rounding error of T carry no information; in half precision that is most of them.
             noise = rounding**2 * images[-1].detach().square().sum(-1, keepdim=True)
-            # Residuals of one active feature are all parallel, and a ridge below the rounding error would not be seen.
-            # Each difference has a ridge of its own size: the last ones are the smallest, and say the most.
+            # Residuals of one active feature are all parallel: what excludes a singular matrix must be seen beside the
+            # rounding error of each difference, the last of which are the smallest. Beside that of the largest, too:
+            # gradients would be full of it.
             precision = torch.finfo(normal.dtype)
-            ridge = max(self.config.ridge, 64 * precision.eps) * size + noise + precision.tiny
+            share = max(self.config.ridge, 64 * precision.eps)
+            ridge = share * (size + size.sum(-1, keepdim=True)) + noise + precision.tiny
             right = df @ residuals[-1].unsqueeze(-1)
             # solve_ex: checking for a singular matrix, which the ridge excludes, would stall a GPU.
             gamma = torch.linalg.solve_ex(normal + ridge.diag_embed(), right).result

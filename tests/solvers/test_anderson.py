@@ -24,3 +24,23 @@ def test_parallel_residuals_have_a_solution(iters, dtype):
         x.square().sum().backward()
         assert torch.isfinite(fc.weight.grad).all()
     assert {0, 1, 2} <= active
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gradients_are_not_full_of_rounding(seed):
+    """Five iterations have four differences, some of them nearly parallel; float32 agrees with float64 all the same."""
+    torch.manual_seed(seed)
+    n1, n2 = (6, 5) if seed % 2 else (64, 32)
+    fc, u = nn.Linear(n1, n2), torch.randn(7, n1)
+    constant = torch.linalg.matrix_norm(fc.weight.detach(), 2).square()
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        weight = fc.weight.detach().to(dtype).requires_grad_()
+        options = {"activation": "relu", "lipschitz": constant.to(dtype), "iters": 5}
+        if dtype == torch.float64:
+            # What float32 takes.
+            options["ridge"] = 64 * torch.finfo(torch.float32).eps
+        x = solver_linear(u.to(dtype), weight, fc.bias.detach().to(dtype), solver="anderson", **options)
+        gradients += torch.autograd.grad(x.square().sum(), weight)
+    single, double = gradients
+    assert (single - double).norm() <= 1e-2 * double.norm()
