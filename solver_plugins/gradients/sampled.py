@@ -296,7 +296,7 @@ def _backward(
     if grad is None:
         assert grad_first is not None
         grad = torch.zeros_like(grad_first)
-    du = torch.zeros_like(u, dtype=made.working) if rule.columns else None
+    du = _InputGradient(u, made.working, rule.columns)
     db: Tensor | None = None
     total = WeightGradient(made, rule, weight)
     for k in range(again, -1, -1):
@@ -308,7 +308,7 @@ def _backward(
             db = moved if db is None else db + moved
         h = made.pull(moved, k)
         if needs[0]:
-            du = _added(du, h, samples[k] if rule.columns else None)
+            du.add(h, samples[k])
         if needs[1]:
             total.add(moved, residuals[k - 1] if k > 0 else made.residual(None, k), k)
             if k > 0:
@@ -319,7 +319,7 @@ def _backward(
         back = made.push(base, h, k)
         before = _step(steps, rule, k - 1)
         grad = slopes[k - 1] * back if slopes else prior.vjp(iterates[k - 1], before, back)
-    found_u = du.reshape(shape).to(u.dtype) if du is not None and needs[0] else None
+    found_u = du.result().reshape(shape).to(u.dtype) if needs[0] else None
     found_b = None
     if needs[2] and db is not None and bias is not None:
         db = db.reshape(*shape[:-1], db.shape[-1]) if made.matrix else db
@@ -327,10 +327,25 @@ def _backward(
     return [found_u, total.result() if needs[1] else None, found_b]
 
 
-def _added(total: Tensor | None, h: Tensor, columns: Tensor | None) -> Tensor:
-    """Returns ``total + h``, where ``h`` belongs."""
-    if columns is not None:
-        assert total is not None
-        return total.index_add(-1, columns, h)
-    # Not in place: this first one is also a factor of the weight's gradient.
-    return h if total is None else total + h
+class _InputGradient:
+    """Sums the ``h_k``, where they belong."""
+
+    def __init__(self, u: Tensor, dtype: torch.dtype, columns: bool):
+        self.columns = columns
+        self.total = torch.zeros_like(u, dtype=dtype) if columns else None
+        self.owned = False
+
+    def add(self, h: Tensor, sample: Tensor) -> None:
+        if self.total is None:
+            # Also a factor of the weight's gradient: nothing may be added to it in place.
+            self.total = h
+        elif self.columns:
+            self.total = self.total.index_add(-1, sample, h)
+        elif self.owned:
+            self.total.add_(h)
+        else:
+            self.total, self.owned = self.total + h, True
+
+    def result(self) -> Tensor:
+        assert self.total is not None
+        return self.total
