@@ -62,12 +62,13 @@ def main() -> None:
     curves: dict[str, dict[str, Tensor]] = {}
     for title, (n1, n2, batch) in SHAPES.items():
         torch.manual_seed(0)
-        fc, u = nn.Linear(n1, n2), torch.randn(batch, n1)
+        # A layer inside of a network: its input wants a gradient, too.
+        fc, u = nn.Linear(n1, n2), torch.randn(batch, n1, requires_grad=True)
         names = list_solvers()
         calls = {"plain layer": trainer(fc, u)}
         calls |= {name: trainer(SolverLinear.from_linear(fc, nn.ReLU(), solver=name), u) for name in names}
         times = best_times(calls, arguments.repeats)
-        double, inputs = nn.Linear(n1, n2, dtype=torch.float64), u[:16].double()
+        double, inputs = nn.Linear(n1, n2, dtype=torch.float64), u[:16].detach().double()
         double.load_state_dict(fc.state_dict())
         curves[title] = {name: relative_gap(double, inputs, name, 30) for name in names}
         print(f"\n{title}\n\n| solver | gap after 10 iterations | time / plain layer |\n|---|---|---|")
