@@ -77,9 +77,9 @@ def compare(name: str, full: bool, whole: bool, repeats: int) -> None:
             start = time.process_time()
             bound = float(lipschitz_constant(layer))
             middle = time.process_time()
-            value, whole = lemma_2(layer, size, some, whole)
+            value, seconds = lemma_2(layer, size, some, whole)
             times["certified"] = min(times["certified"], middle - start)
-            times["lemma 2"] = min(times["lemma 2"], whole)
+            times["lemma 2"] = min(times["lemma 2"], seconds)
         for key in sums:
             sums[key] += count * times[key]
         closeness = f"{bound / value:.3f}" if full else ""
