@@ -17,7 +17,9 @@ class AndersonConfig(DeterministicConfig):
 
     window: int = pydantic.Field(5, ge=1, description="How many past steps are combined; more than 5 rarely helps.")
     ridge: float = pydantic.Field(
-        1e-8, gt=0, description="Relative ridge on the small least-squares problem, so that it never is singular."
+        1e-5,
+        gt=0,
+        description="Relative ridge on the small least-squares problem; smaller ones fill gradients with rounding.",
     )
 
 
