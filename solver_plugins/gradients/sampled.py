@@ -20,7 +20,7 @@ from torch import Tensor
 
 from solver_plugins.gradients import sampled_stacked
 from solver_plugins.gradients.sampled_products import Samples, WeightGradient
-from solver_plugins.gradients.sampled_rule import Rule
+from solver_plugins.gradients.sampled_rule import Given, Rule
 from solver_plugins.gradients.unrolled import is_transformed, unflattened
 from solver_plugins.operators import LinearMap, autocast_off
 from solver_plugins.prox.base import Step
@@ -52,9 +52,9 @@ def solve_sampled(
     tau = solver.tau(operator.in_features)
     steps = [solver.step_at(problem, iteration) for iteration in range(iterations)]
     numbers = tuple(one for one in steps if isinstance(one, float))
-    given = None
+    measured = None
     if len(numbers) < iterations:
-        given = torch.stack(
+        measured = torch.stack(
             [torch.as_tensor(one, dtype=problem.dtype, device=problem.smoothness.device) for one in steps]
         )
         numbers = ()
@@ -74,43 +74,35 @@ def solve_sampled(
         rows, features = math.prod(problem.input.shape[:-1]), max(operator.weight.shape)
         rule = replace(rule, stacked=sampled_stacked.may_stack(rule, rows, features))
     samples = solver.uniform_samples(problem, tau, iterations, draws, indices=rule.columns)
-    u, weight, bias = problem.input, operator.weight, problem.bias
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in (u, weight, bias)):
-        v, first = _Sampled.apply(u, weight, bias, samples, problem.smoothness, given, rule)[:2]
+    given = Given(problem.input, operator.weight, problem.bias, samples, problem.smoothness, measured, rule)
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given[:3]):
+        v, first = _Sampled.apply(*given)[:2]
     else:
         # The same operations as with gradients, so that the result is the same to the bit.
         with torch.no_grad():
-            v, first = _advanced(u, weight, bias, samples, problem.smoothness, given, rule, keep=False)[:2]
+            v, first = _advanced(given, keep=False)[:2]
     state = State(v, steps[-1])
     started = solver.argument(problem, State(first, steps[0])) if keep_first else None
     return Solution(solver, problem, state, first=started)
 
 
-def _step(steps: Tensor | None, rule: Rule, k: int) -> Step:
-    return rule.steps[k] if steps is None else steps[k]
+def _step(given: Given, k: int) -> Step:
+    return given.rule.steps[k] if given.steps is None else given.steps[k]
 
 
-def _iterate(
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    samples: Tensor,
-    smoothness: Tensor,
-    steps: Tensor | None,
-    rule: Rule,
-    keep: bool,
-) -> tuple[Tensor, Tensor, list[Tensor]]:
+def _iterate(given: Given, keep: bool) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Returns ``v_T``, ``v_1``, and for the backward pass iterates, slopes and residuals; differentiable."""
-    prior, shape = rule.prior, u.shape[:-1]
+    rule, shape = given.rule, given.u.shape[:-1]
+    prior = rule.prior
     kept: list[list[Tensor]] = [[], [], []]
-    with autocast_off(u.device):
-        u, samples, bias = _flattened(u, samples, bias, rule)
-        made = Samples(u, weight, samples, smoothness, rule)
+    with autocast_off(given.u.device):
+        given = _flattened(given)
+        made = Samples(given.u, given.weight, given.samples, given.smoothness, rule)
         x, v, first = None, None, None
         for k in range(rule.iterations):
-            step = _step(steps, rule, k)
+            step = _step(given, k)
             if v is not None:
-                before = _step(steps, rule, k - 1)
+                before = _step(given, k - 1)
                 fresh = v is not first and prior.slope_from_value and not torch.is_grad_enabled()
                 x = prior.prox_(v, before) if fresh else prior.prox(v, before)
                 if keep:
@@ -121,7 +113,7 @@ def _iterate(
             r = made.residual(x, k)
             if keep and k > 0:
                 kept[2].append(r)
-            v = made.descend(_base(x, bias, r, step, made.scale, rule), r, k, step * rule.share)
+            v = made.descend(_base(x, given.bias, r, step, made.scale, rule), r, k, step * rule.share)
             first = v if k == 0 else first
         assert v is not None and first is not None
         if made.matrix:
@@ -140,35 +132,26 @@ def _base(x: Tensor | None, bias: Tensor | None, r: Tensor, step: Step, scale: S
     return zero if bias is None else zero + step * bias
 
 
-def _flattened(u: Tensor, samples: Tensor, bias: Tensor | None, rule: Rule) -> tuple[Tensor, Tensor, Tensor | None]:
+def _flattened(given: Given) -> Given:
     """Returns the rows of a matrix as one batch; a convolution takes any batch as it is."""
-    if not isinstance(rule.operator, LinearMap):
-        return u, samples, bias
-    if not rule.columns and samples.dim() > 2:
+    u, bias, samples = given.u, given.bias, given.samples
+    if not isinstance(given.rule.operator, LinearMap):
+        return given
+    if not given.rule.columns and samples.dim() > 2:
         samples = samples.reshape(samples.shape[0], -1, samples.shape[-1])
     if bias is not None and bias.dim() > 1:
         bias = bias.expand(*u.shape[:-1], bias.shape[-1]).reshape(-1, bias.shape[-1])
-    return u.reshape(-1, u.shape[-1]), samples, bias
+    return given._replace(u=u.reshape(-1, u.shape[-1]), bias=bias, samples=samples)
 
 
-def _advanced(
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    samples: Tensor,
-    smoothness: Tensor,
-    steps: Tensor | None,
-    rule: Rule,
-    keep: bool,
-) -> tuple[Tensor, ...]:
+def _advanced(given: Given, keep: bool) -> tuple[Tensor, ...]:
     """Returns ``v_T``, ``v_1``, and what the backward pass needs, in buffers or one by one."""
-    if sampled_stacked.stacks(rule, u, weight, smoothness, steps):
-        with autocast_off(u.device):
-            rows, masks, biases = _flattened(u, samples, bias, rule)
-            v, first, *kept = sampled_stacked.iterate(rows, weight, biases, masks, smoothness, steps, rule, keep)
-        shape = torch.Size((*u.shape[:-1], v.shape[-1]))
+    if sampled_stacked.stacks(given):
+        with autocast_off(given.u.device):
+            v, first, *kept = sampled_stacked.iterate(_flattened(given), keep)
+        shape = torch.Size((*given.u.shape[:-1], v.shape[-1]))
         return unflattened(v, shape), unflattened(first, shape), *(kept if keep else ())
-    v, first, kept = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=keep)
+    v, first, kept = _iterate(given, keep)
     return v, first, *kept
 
 
@@ -187,7 +170,8 @@ class _Sampled(torch.autograd.Function):
         steps: Tensor | None,
         rule: Rule,
     ) -> tuple[Tensor, ...]:
-        v, first, *kept = _advanced(u, weight, bias, samples, smoothness, steps, rule, keep=not rule.low)
+        given = Given(u, weight, bias, samples, smoothness, steps, rule)
+        v, first, *kept = _advanced(given, keep=not rule.low)
         return (v, first if first is not v else v.clone(), *kept)
 
     @staticmethod
@@ -200,45 +184,47 @@ class _Sampled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         u, weight, bias, samples, smoothness, steps, *rest = ctx.saved_tensors
+        given = Given(u, weight, bias, samples, smoothness, steps, ctx.rule)
         (grad, grad_first), rule = grads[:2], ctx.rule
         needs = ctx.needs_input_grad[:3]
         if grad is None and grad_first is None:
             return (None,) * 7
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            # A derivative of this gradient is going to be taken. As views: one may have been computed from another.
-            u, weight, bias = u.view_as(u), weight.view_as(weight), None if bias is None else bias.view_as(bias)
-            live = [one for one, needed in zip((u, weight, bias), needs, strict=True) if needed]
-            out = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=False)[:2]
-            pairs = [(one, given) for one, given in zip(out, (grad, grad_first), strict=True) if given is not None]
-            found = iter(
-                torch.autograd.grad(
-                    [one for one, _ in pairs],
-                    live,
-                    [given for _, given in pairs],
-                    create_graph=True,
-                    allow_unused=True,
-                )
-            )
-            return (*(next(found) if needed else None for needed in needs), None, None, None, None)
-        given = grad if grad is not None else grad_first
-        buffers = sampled_stacked.stacks(rule, u, weight, smoothness, steps, given)
-        if rule.low and buffers:
-            rest = _advanced(u, weight, bias, samples, smoothness, steps, rule, keep=True)[2:]
-        elif rule.low:
-            rest = _iterate(u, weight, bias, samples, smoothness, steps, rule, keep=True)[2]
+            return (*_recorded(grad, grad_first, given, needs), None, None, None, None)
+        buffers = sampled_stacked.stacks(given, grad if grad is not None else grad_first)
+        if rule.low:
+            rest = _advanced(given, keep=True)[2:] if buffers else _iterate(given, keep=True)[2]
         backward = _backward
         if _is_stacked(rest, rule) and buffers:
             backward = _stacked_backward
         elif _is_stacked(rest, rule):
             # A backward pass that is compiled or transformed, unlike its forward pass.
             rest = [*rest[0].unbind(), *rest[1].unbind()[1:]]
-        with autocast_off(u.device):
-            gradients = backward(grad, grad_first, u, weight, bias, samples, smoothness, steps, rule, rest, needs)
+        with autocast_off(given.u.device):
+            gradients = backward(grad, grad_first, given, rest, needs)
         return (*gradients, None, None, None, None)
 
 
 # torch looks the arguments up in every call, which takes as long as a few small products.
 _Sampled.forward.__signature__ = inspect.signature(_Sampled.forward)  # type: ignore[attr-defined]
+
+
+def _recorded(
+    grad: Tensor | None, grad_first: Tensor | None, given: Given, needs: tuple[bool, ...]
+) -> list[Tensor | None]:
+    """Returns the gradients of input, weight and bias as functions of all they depend on, for a derivative of them."""
+    # As views: one may have been computed from another.
+    u, weight, bias = given.u.view_as(given.u), given.weight.view_as(given.weight), given.bias
+    bias = None if bias is None else bias.view_as(bias)
+    live = [one for one, needed in zip((u, weight, bias), needs, strict=True) if needed and one is not None]
+    out = _iterate(given._replace(u=u, weight=weight, bias=bias), keep=False)[:2]
+    pairs = [(one, above) for one, above in zip(out, (grad, grad_first), strict=True) if above is not None]
+    found = iter(
+        torch.autograd.grad(
+            [one for one, _ in pairs], live, [above for _, above in pairs], create_graph=True, allow_unused=True
+        )
+    )
+    return [next(found) if needed else None for needed in needs]
 
 
 def _is_stacked(rest: Sequence[Tensor], rule: Rule) -> bool:
@@ -247,50 +233,30 @@ def _is_stacked(rest: Sequence[Tensor], rule: Rule) -> bool:
 
 
 def _stacked_backward(
-    grad: Tensor | None,
-    grad_first: Tensor | None,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    samples: Tensor,
-    smoothness: Tensor,
-    steps: Tensor | None,
-    rule: Rule,
-    kept: Sequence[Tensor],
-    needs: tuple[bool, ...],
+    grad: Tensor | None, grad_first: Tensor | None, given: Given, kept: Sequence[Tensor], needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """Returns the gradients of input, weight and bias."""
-    iterates, residuals = kept
-    masks = _flattened(u, samples, None, rule)[1]
+    shape, bias = given.u.shape, given.bias
     grad, grad_first = (None if one is None else one.reshape(-1, one.shape[-1]) for one in (grad, grad_first))
-    du, dweight, db = sampled_stacked.backward(
-        grad, grad_first, weight, masks, smoothness, steps, rule, iterates, residuals, needs
-    )
+    iterates, residuals = kept
+    given = _flattened(given._replace(bias=None))
+    du, dweight, db = sampled_stacked.backward(grad, grad_first, given, iterates, residuals, needs)
     if db is not None and bias is not None:
-        db = db.reshape(*u.shape[:-1], db.shape[-1]).sum_to_size(bias.shape)
-    return [None if du is None else du.reshape(u.shape), dweight, db]
+        db = db.reshape(*shape[:-1], db.shape[-1]).sum_to_size(bias.shape)
+    return [None if du is None else du.reshape(shape), dweight, db]
 
 
 def _backward(
-    grad: Tensor | None,
-    grad_first: Tensor | None,
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    samples: Tensor,
-    smoothness: Tensor,
-    steps: Tensor | None,
-    rule: Rule,
-    kept: Sequence[Tensor],
-    needs: tuple[bool, ...],
+    grad: Tensor | None, grad_first: Tensor | None, given: Given, kept: Sequence[Tensor], needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
     """Returns the gradients of input, weight and bias."""
+    rule, shape, bias = given.rule, given.u.shape, given.bias
     prior, again = rule.prior, rule.iterations - 1
     iterates, slopes = kept[:again], kept[again : len(kept) - again]
     residuals = kept[len(kept) - again :]
-    shape = u.shape
-    u, samples, _ = _flattened(u, samples, None, rule)
-    made = Samples(u, weight, samples, smoothness, rule)
+    given = _flattened(given._replace(bias=None))
+    u, weight, samples = given.u, given.weight, given.samples
+    made = Samples(u, weight, samples, given.smoothness, rule)
     if made.matrix:
         grad, grad_first = (None if one is None else one.reshape(-1, one.shape[-1]) for one in (grad, grad_first))
     if grad is None:
@@ -300,7 +266,7 @@ def _backward(
     db: Tensor | None = None
     total = WeightGradient(made, rule, weight)
     for k in range(again, -1, -1):
-        step = _step(steps, rule, k)
+        step = _step(given, k)
         if k == 0 and grad_first is not None:
             grad = grad + grad_first
         moved = grad * (step * rule.share)
@@ -317,7 +283,7 @@ def _backward(
             break
         base = grad * (1 - step * rule.lam * made.scale)
         back = made.push(base, h, k)
-        before = _step(steps, rule, k - 1)
+        before = _step(given, k - 1)
         grad = slopes[k - 1] * back if slopes else prior.vjp(iterates[k - 1], before, back)
     found_u = du.result().reshape(shape).to(u.dtype) if needs[0] else None
     found_b = None

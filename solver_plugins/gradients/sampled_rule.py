@@ -1,8 +1,10 @@
-"""What a sampled, unrolled solve is, beside its tensors."""
+"""What a sampled, unrolled solve is: its tensors, and the rest."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from solver_plugins.operators import LinearOperator
 from solver_plugins.prox import Prior
@@ -37,3 +39,25 @@ class Rule:
     iterations: int
     low: bool
     stacked: bool = False
+
+
+class Given(NamedTuple):
+    """A whole sampled solve, in the order in which autograd is given it.
+
+    Attributes:
+        u: The input.
+        weight: ``A``.
+        bias: ``b``, for all rows or for each.
+        samples: The masks, or the indices of columns, one per iteration.
+        smoothness: ``L``.
+        steps: ``t_k`` where they are no numbers.
+        rule: All that is no tensor.
+    """
+
+    u: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    samples: Tensor
+    smoothness: Tensor
+    steps: Tensor | None
+    rule: Rule

@@ -8,7 +8,7 @@ it is a factor of the weight's gradient as it is, and its sum is the bias's.
 import torch
 from torch import Tensor
 
-from solver_plugins.gradients.sampled_rule import Rule
+from solver_plugins.gradients.sampled_rule import Given, Rule
 from solver_plugins.gradients.stacked import at_hand, buffer_fits, product, rows_of, written
 
 SMALLEST_STEP = 1e-12
@@ -28,40 +28,24 @@ def may_stack(rule: Rule, rows: int, features: int) -> bool:
     return buffer_fits(rows, features, rule.iterations)
 
 
-def stacks(
-    rule: Rule, u: Tensor, weight: Tensor, smoothness: Tensor, steps: Tensor | None, grad: Tensor | None = None
-) -> bool:
+def stacks(given: Given, grad: Tensor | None = None) -> bool:
     """Whether a solve takes the passes of this file: it may, and its values are at hand."""
-    if not rule.stacked or not at_hand(u, weight, smoothness, grad):
+    if not given.rule.stacked or not at_hand(given.u, given.weight, given.smoothness, grad):
         return False
-    return all(step > SMALLEST_STEP for step in _numbers(smoothness, steps, rule)[1])
+    return all(step > SMALLEST_STEP for step in _numbers(given)[1])
 
 
-def iterate(
-    u: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    samples: Tensor,
-    smoothness: Tensor,
-    steps: Tensor | None,
-    rule: Rule,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def iterate(given: Given, keep: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns ``v_T``, ``v_1``, and the buffers of ``x_k`` and ``r_k`` for :func:`backward`.
 
     Args:
-        u: The input, one row for each sample.
-        weight: ``A``.
-        bias: ``b``, for all rows or for each.
-        samples: The masks, one per iteration.
-        smoothness: ``L``.
-        steps: ``t_k`` where they are no numbers.
-        rule: The solve.
+        given: The solve; its input has one row for each sample.
         keep: Whether there is going to be a backward pass; else memory is used again.
     """
+    u, weight, bias, rule = given.u, given.weight, given.bias, given.rule
     prior, transposed = rule.prior, weight.t()
-    scale, numbers = _numbers(smoothness, steps, rule)
-    masks = samples.unbind()
+    scale, numbers = _numbers(given)
+    masks = given.samples.unbind()
     again = rule.iterations - 1
     # v_T has no place in a buffer: an activation may overwrite it.
     v = u.new_empty((len(u), weight.shape[0]))
@@ -88,11 +72,7 @@ def iterate(
 def backward(
     grad: Tensor | None,
     grad_first: Tensor | None,
-    weight: Tensor,
-    samples: Tensor,
-    smoothness: Tensor,
-    steps: Tensor | None,
-    rule: Rule,
+    given: Given,
     iterates: Tensor,
     residuals: Tensor,
     needs: tuple[bool, ...],
@@ -102,18 +82,15 @@ def backward(
     Args:
         grad: That of ``v_T``.
         grad_first: That of ``v_1``.
-        weight: ``A``.
-        samples: The masks, one per iteration.
-        smoothness: ``L``.
-        steps: ``t_k`` where they are no numbers.
-        rule: The solve.
+        given: The solve.
         iterates: From :func:`iterate`, as are the next.
         residuals: ``r_k``.
         needs: Which of the three are.
     """
+    weight, rule = given.weight, given.rule
     prior, transposed = rule.prior, weight.t()
-    scale, numbers = _numbers(smoothness, steps, rule)
-    masks, again = samples.unbind(), rule.iterations - 1
+    scale, numbers = _numbers(given)
+    masks, again = given.samples.unbind(), rule.iterations - 1
     moved = iterates.new_empty((rule.iterations, *iterates.shape[1:]))
     pulled = torch.empty_like(residuals)
     slots, values = moved.unbind(), iterates.unbind()
@@ -145,7 +122,7 @@ def _started(bias: Tensor | None, r: Tensor, transposed: Tensor, step: float, ru
     return torch.addmm(bias, r, transposed, beta=step, alpha=-step * rule.share)
 
 
-def _numbers(smoothness: Tensor, steps: Tensor | None, rule: Rule) -> tuple[float, tuple[float, ...]]:
+def _numbers(given: Given) -> tuple[float, tuple[float, ...]]:
     """Returns ``s`` and the ``t_k``."""
-    scale = 1 / float(smoothness) if rule.unit else 1.0
-    return scale, rule.steps if steps is None else tuple(steps.tolist())
+    scale = 1 / float(given.smoothness) if given.rule.unit else 1.0
+    return scale, given.rule.steps if given.steps is None else tuple(given.steps.tolist())
