@@ -23,6 +23,7 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError, WeightError
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
+from solver_plugins.solvers.problem import Formulation
 from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table, Value
 from solver_plugins.studies.deeplayers_report import Row, draw_table, gains, report, summarise
 from solver_plugins.studies.errors import CellError
@@ -54,13 +55,14 @@ class SolverOptions(StrictConfig):
 
     iters: int = Field(10, ge=1, description="Iterations of every block.")
     lam: float = Field(1e-3, ge=0, description="Weight of the strongly convex term. Paper: 1e-3.")
+    formulation: Formulation = Field("normalized", description="Of the problem; 'paper' takes steps of 1/L.")
     sampled: dict[str, Any] = Field(
         {"step": "exp", "decay": 0.9}, description="Options of sampling solvers; the paper decays exponentially."
     )
 
     def of(self, solver: str, **sampled: Any) -> dict[str, Any]:
         """Returns the options of a solver by its name; ``sampled`` are more of them for one that samples."""
-        options: dict[str, Any] = {"solver": solver, "iters": self.iters, "lam": self.lam}
+        options: dict[str, Any] = {"solver": solver, **self.model_dump(exclude={"sampled"})}
         return {**options, **self.sampled, **sampled} if samples(solver) else options
 
 

@@ -1,6 +1,9 @@
 """The processes of a launch, who share out the cells of a study."""
 
+import itertools
+import json
 import os
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -10,12 +13,21 @@ import torch
 from solver_plugins.studies.errors import OtherProcessError
 from solver_plugins.train.errors import LaunchError
 
-_PATIENCE = timedelta(days=30)
-"""How long a process waits for the last cell of another one."""
+_PATIENCE = timedelta(minutes=5)
+"""How long processes look for each other."""
+_FAREWELL = 10.0
+"""How many seconds the first process stays for those who have not read its last word."""
+_LOOK = 0.05
+"""Seconds between two looks at what the others say."""
+_TEAMS = itertools.count()
 
 
 class Team:
     """All processes of a launch, or the only one. A context manager.
+
+    They talk through the launcher's store and are no process group of torch: each measures cells of its own, and
+    whatever gathers, reduces or broadcasts where there is a group (``calibrate``, ``ProxProp``, ``SyncBatchNorm``) must
+    find itself alone in a cell, or it would mix two of them up.
 
     Attributes:
         count: How many there are.
@@ -24,34 +36,27 @@ class Team:
     """
 
     def __init__(self) -> None:
-        cpu = not torch.cuda.is_available()
         self.count, self.index = 1, 0
-        self.device = torch.device("cpu" if cpu else "cuda")
-        self._state: Any = None
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._store: Any = None
+        self._said = 0
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if started == 1:
             return
-        from accelerate import PartialState
-
-        from solver_plugins.train.processes import end_processes
+        from torch.distributed import PrefixStore, rendezvous
 
         try:
-            state: Any = PartialState(cpu=cpu, timeout=_PATIENCE)
+            store, self.index, self.count = next(iter(rendezvous("env://", timeout=_PATIENCE)))
         except (ValueError, RuntimeError) as error:
-            # What was half made would be found by the next one who asks Accelerate.
-            end_processes(None)
             raise LaunchError(
                 f"WORLD_SIZE says that {started} processes were started, and they do not find each other: {error}. Use "
                 "`accelerate launch`, or unset WORLD_SIZE."
             ) from error
-        self._state, self.count, self.index, self.device = state, state.num_processes, state.process_index, state.device
-        if started != self.count:
-            self.__exit__()
-            raise LaunchError(
-                f"{started} processes were started, and this one believes to be one of {self.count}: each would "
-                "measure everything. Launch with `accelerate launch --multi_gpu --num_processes "
-                f"{started}` (with ACCELERATE_USE_CPU=true on a machine without GPUs)."
-            )
+        # One launch may run several studies, one after the other, with one store.
+        self._store = PrefixStore(f"solver_plugins/studies/{next(_TEAMS)}", store)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.index)))
+            torch.cuda.set_device(self.device)
 
     def first(self, do: Callable[[], None]) -> None:
         """Does something in the first process, while the others wait; raises in all of them if it fails there."""
@@ -65,24 +70,35 @@ class Team:
 
     def agree(self, error: Exception | None) -> None:
         """Waits for all processes, and raises in all of them if one has failed."""
-        told = [None if error is None else f"{type(error).__name__}: {error}"]
-        if self._state is not None:
-            from accelerate.utils import gather_object
-
-            told = gather_object(told)
+        told = self._exchange(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
         others = [text for text in told if text is not None]
         if others:
             raise OtherProcessError(f"Another process has stopped: {others[0]}")
 
+    def _exchange(self, text: str | None) -> list[str | None]:
+        """Returns what every process says, in their order, once all have said it."""
+        if self._store is None:
+            return [text]
+        keys = [f"{self._said}/{index}" for index in range(self.count)]
+        self._said += 1
+        self._store.set(keys[self.index], json.dumps(text))
+        # Looked for, not waited for: a process that waits in the store cannot be interrupted.
+        while not self._store.check(keys):
+            time.sleep(_LOOK)
+        return [json.loads(self._store.get(key)) for key in keys]
+
     def __enter__(self) -> "Team":
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._state is not None:
-            from solver_plugins.train.processes import end_processes
-
-            self._state.destroy_process_group()
-            end_processes(None)
-            self._state = None
+        if self._store is None:
+            return
+        left = self._store.add("left", 1)
+        # The store may live in the first process.
+        until = time.monotonic() + _FAREWELL
+        while self.index == 0 and left < self.count and time.monotonic() < until:
+            time.sleep(_LOOK)
+            left = self._store.add("left", 0)
+        self._store = None

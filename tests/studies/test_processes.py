@@ -64,7 +64,7 @@ def measured(output: Path) -> dict:
     found.pop("made")
     timed = [found["summary"], *found["cells"]]
     for values in timed:
-        for key in [key for key in values if key.endswith("cpu_seconds")]:
+        for key in [key for key in values if key.endswith(("_seconds", "times_plain"))]:
             del values[key]
     return found
 
@@ -106,6 +106,15 @@ def test_networks_of_two_processes_are_those_of_one(tmp_path):
         found = measured(tmp_path / "two" / name)
         assert found == measured(tmp_path / "one" / name) and len(found["cells"]) == 3
         assert all(cell["accuracy"] is not None for cell in found["cells"])
+
+
+def test_cells_of_two_processes_do_not_talk(tmp_path):
+    """Calibration broadcasts and ProxProp adds up where there is a process group; a cell must find none."""
+    names = ("deeplayers-pretrained", "proxprop-convergence")
+    in_one_process(tmp_path / "one", [], names)
+    assert in_two_processes(tmp_path / "two", [], names) == [0, 0]
+    for name in names:
+        assert measured(tmp_path / "two" / name) == measured(tmp_path / "one" / name)
 
 
 def test_processes_that_do_not_find_each_other(environment):
