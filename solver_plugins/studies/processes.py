@@ -43,17 +43,17 @@ class Team:
         started = int(os.environ.get("WORLD_SIZE", "1"))
         if started == 1:
             return
-        from torch.distributed import PrefixStore, rendezvous
+        from torch.distributed.rendezvous import rendezvous
 
         try:
-            store, self.index, self.count = next(iter(rendezvous("env://", timeout=_PATIENCE)))
+            self._store, self.index, self.count = next(iter(rendezvous("env://", timeout=_PATIENCE)))
         except (ValueError, RuntimeError) as error:
             raise LaunchError(
                 f"WORLD_SIZE says that {started} processes were started, and they do not find each other: {error}. Use "
                 "`accelerate launch`, or unset WORLD_SIZE."
             ) from error
         # One launch may run several studies, one after the other, with one store.
-        self._store = PrefixStore(f"solver_plugins/studies/{next(_TEAMS)}", store)
+        self._prefix = f"solver_plugins/studies/{next(_TEAMS)}"
         if self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.index)))
             torch.cuda.set_device(self.device)
@@ -81,7 +81,7 @@ class Team:
         """Returns what every process says, in their order, once all have said it."""
         if self._store is None:
             return [text]
-        keys = [f"{self._said}/{index}" for index in range(self.count)]
+        keys = [f"{self._prefix}/{self._said}/{index}" for index in range(self.count)]
         self._said += 1
         self._store.set(keys[self.index], json.dumps(text))
         # Looked for, not waited for: a process that waits in the store cannot be interrupted.
@@ -95,10 +95,10 @@ class Team:
     def __exit__(self, *error: object) -> None:
         if self._store is None:
             return
-        left = self._store.add("left", 1)
+        left = self._store.add(f"{self._prefix}/left", 1)
         # The store may live in the first process.
         until = time.monotonic() + _FAREWELL
         while self.index == 0 and left < self.count and time.monotonic() < until:
             time.sleep(_LOOK)
-            left = self._store.add("left", 0)
+            left = self._store.add(f"{self._prefix}/left", 0)
         self._store = None
