@@ -139,7 +139,7 @@ class CifarAlexNet(_Classified):
     Args:
         num_classes: How many classes; 0 for features.
         in_chans: Channels of the image.
-        drop_rate: Rate of a dropout before the classifier; the paper has none.
+        drop_rate: Rate of a dropout before the classifier; the paper mentions none.
         device: Where to make the weights.
         dtype: Their type.
     """
@@ -186,14 +186,14 @@ class OptEqNet(_Classified):
     """A convolutional equilibrium (Table 1b): one convolution, five layers in equilibrium, pooling, a classifier.
 
     The paper gives the hidden channels of the five 3x3 convolutions, a single convolution as feature extractor, and
-    162k parameters. The widths that are left, of the state and of the extractor, are chosen to meet that number: 48 and
+    162k parameters. The widths that are left, of the state and of the extractor, come close to that number: 48 and
     96, with 1x1 convolutions as ``U``. ``forward_features`` returns the equilibrium, feature maps of the input's
     resolution (over ``stride``), for a segmentation head to read.
 
     Args:
         num_classes: How many classes; 0 for features.
         in_chans: Channels of the image.
-        drop_rate: Rate of a dropout before the classifier; the paper has none.
+        drop_rate: Rate of a dropout before the classifier; the paper mentions none.
         state: Channels of the equilibrium.
         extracted: Channels of the feature extractor.
         hidden: Channels of the layers.

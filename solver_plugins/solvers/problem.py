@@ -1,6 +1,6 @@
 """The convex problem that a block of layers solves.
 
-    F(x) = 1/2 |A^T x - u|^2 - <b, x> + lam/2 |x|^2          minimise F(x) + g(x)              (eq. 5, errata 3 and 4)
+    F(x) = 1/2 |A^T x - u|^2 - <b, x> + lam/2 |x|^2          minimise F(x) + g(x)              (eq. 5)
 
 Formulation ``paper`` is exactly this, with the step ``t = 1/L``, ``L = lambda_max(A A^T) + lam``. Formulation
 ``normalized`` is the same problem with ``A/sqrt(L)``, ``sqrt(L) u`` and ``lam/L``: its Lipschitz constant is 1, its
@@ -115,7 +115,7 @@ class BlockProblem:
         return -self.output if x is None else self.hessian(x) - self.output
 
     def sampled_gradient(self, x: Tensor | None, weights: Tensor) -> Tensor:
-        """Returns the unbiased estimate ``A (w * (s A^T x - u)) - b + s lam x`` (eq. 25, errata 3).
+        """Returns the unbiased estimate ``A (w * (s A^T x - u)) - b + s lam x`` (eq. 25, with the bias unscaled).
 
         Args:
             x: Where; None stands for zero.

@@ -39,7 +39,8 @@ class RCD(SamplingSolver):
 
         x_i <- prox_{t g}(x - t grad F(x))_i  for i in S,     x_i unchanged elsewhere,     |S| = round((1-p) n2)
 
-    The proximal map acts on the drawn coordinates only (errata 6); for a convolution a coordinate is an output channel.
+    The proximal map acts on the drawn coordinates only (Proposition 6 corrected); for a convolution a
+    coordinate is an output channel.
     """
 
     name = "rcd"

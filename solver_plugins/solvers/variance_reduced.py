@@ -52,7 +52,7 @@ class VarianceReduced(SamplingSolver):
         x <- prox_{t g}(x - t (grad F(y) + grad F_S(x) - grad F_S(y)))                                        (eq. 28)
 
     The sampled correction ``s (A diag(w) A^T + lam)(x - y)`` does not contain the input, and vanishes at the first
-    inner step, where ``x = y`` (errata 5).
+    inner step, where ``x = y`` (Proposition 2 corrected).
     """
 
     samples = "inputs"

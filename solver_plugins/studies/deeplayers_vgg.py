@@ -21,7 +21,7 @@ class VGGConfig(TableConfig):
     """Settings of a table with VGG16."""
 
     width: float = Field(1.0, gt=0, le=1, description="Factor on the channels of VGG16; 1 is the paper's network.")
-    features: int = Field(512, ge=1, description="Widths of the fully connected layers. Paper: 512.")
+    features: int = Field(512, ge=1, description="Widths of the fully connected layers. Paper: 512 for the last.")
     norm: bool = Field(True, description="Whether a BatchNorm follows every convolution; the paper does not say.")
     drop_rate: float = Field(0.5, ge=0, lt=1, description="Of both dropouts. Paper: 0.5.")
     frozen: bool = Field(

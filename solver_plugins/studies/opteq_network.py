@@ -14,7 +14,7 @@ _EVALUATION_BATCH = 200
 
 
 class OptEqNetwork(StrictConfig):
-    """Widths of the network. Section 5.1 gives ``hidden`` and 199k parameters; the other widths are chosen to fit."""
+    """Widths of the network. Section 5.1 gives ``hidden`` and 199k parameters; with the other widths it has 198k."""
 
     hidden: list[int] = Field([16, 32, 64, 128, 128], min_length=1, description="Hidden channels of the layers.")
     state: int = Field(48, ge=1, description="Channels of the equilibrium.")

@@ -153,7 +153,7 @@ def test_certified_linear(shape):
     assert norm_sq(half.weight.double()) <= float(lipschitz_constant(half))
 
 
-def test_the_norm_in_the_design():
+def test_zero_padding_can_exceed_the_circular_norm():
     zero = Geometry.for_conv(3, 1, 1)
     circular = Geometry.for_conv(3, 1, 1, padding_mode="circular")
     kernel = kernel_1d(1, 0, -1)

@@ -141,7 +141,7 @@ def test_every_solver_approaches_the_minimum(name):
 @pytest.mark.parametrize("sampling", ["uniform", "lipschitz", "gradient"])
 @pytest.mark.parametrize("skewed", [False, True])
 def test_expected_smoothness_does_not_diverge_at_p_095(sampling, skewed):
-    """The design's example: with a constant 1/L the error grows hundreds of times on a 512x512 layer."""
+    """With a constant 1/L the error grows hundreds of times on a 512x512 layer."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(512, 512, dtype=F64, generator=generator) / 512**0.5
     if skewed:

@@ -47,7 +47,7 @@ def test_first_iteration_is_the_plain_layer(name):
 @pytest.mark.parametrize("per_sample", [True, False])
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh(), nn.Softplus(), nn.ELU(), nn.Softshrink(0.2)])
 def test_proxsg_is_exact_count_dropout_then_layer(activation, per_sample):
-    """Prop. 1, eq. 7, with the bias unscaled (errata 3)."""
+    """Prop. 1, eq. 7, with the bias unscaled, as corrected."""
     u, weight, bias = torch.randn(5, 8, dtype=F64), torch.randn(3, 8, dtype=F64), torch.randn(3, dtype=F64)
     tau = 3
     generator = torch.Generator().manual_seed(3)
@@ -77,7 +77,7 @@ def test_proxsg_convolution_drops_whole_channels():
 @pytest.mark.parametrize("output", ["value", "argument"])
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.Tanh(), nn.ELU(0.7), nn.LeakyReLU(0.1)])
 def test_rcd_is_mask_times_activation_of_the_layer(activation, output):
-    """Prop. 6 with the prox on the drawn coordinates only (errata 6), not rescaled."""
+    """Prop. 6 with the prox on the drawn coordinates only, not rescaled."""
     u, weight, bias = torch.randn(5, 4, dtype=F64), torch.randn(6, 4, dtype=F64), torch.randn(6, dtype=F64)
     got = solver_linear(
         u, weight, bias, activation=activation, solver="rcd", iters=1, p=0.5, output=output,
