@@ -4,6 +4,7 @@ from solver_plugins import SolverLinear
 block = SolverLinear.from_linear(fc, activation=nn.ReLU(), p=0.5, solver="proxsg", iters=10)
 """
 
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -22,19 +23,9 @@ from solver_plugins.blocks import (
     solver_conv3d,
     solver_linear,
 )
-from solver_plugins.dropblock import (
-    StructuredDropoutRegularizer,
-    convert_dropout,
-    inspect_dropout,
-    revert_dropout,
-)
-from solver_plugins.equilibrium import DeepOptEq, OptEqLayer
-from solver_plugins.integrations import load, save
-from solver_plugins.integrations.heads import attach_opteq_head, remove_opteq_head
 from solver_plugins.integrations.hooks import register_with_hosts
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
-from solver_plugins.proxprop import ProxProp
 from solver_plugins.registry import list_solvers, register_solver, solver_info
 from solver_plugins.surgery import (
     apply_conversion,
@@ -46,8 +37,18 @@ from solver_plugins.surgery import (
 )
 
 if TYPE_CHECKING:
+    from solver_plugins.dropblock import (
+        StructuredDropoutRegularizer,
+        convert_dropout,
+        inspect_dropout,
+        revert_dropout,
+    )
+    from solver_plugins.equilibrium import DeepOptEq, OptEqLayer
+    from solver_plugins.integrations import load, save
+    from solver_plugins.integrations.heads import attach_opteq_head, remove_opteq_head
     from solver_plugins.integrations.proxprop_callback import ProxPropCallback
     from solver_plugins.integrations.trainer import SolverCallback
+    from solver_plugins.proxprop import ProxProp
 
 try:
     __version__ = version("solver-plugins")
@@ -97,17 +98,34 @@ __all__ = [
 ]
 
 
+# What solver blocks do without is imported when it is asked for: a host such as transformers, or another room.
+_LATER = {
+    "DeepOptEq": "equilibrium",
+    "OptEqLayer": "equilibrium",
+    "ProxProp": "proxprop",
+    "ProxPropCallback": "integrations.proxprop_callback",
+    "SolverCallback": "integrations.trainer",
+    "StructuredDropoutRegularizer": "dropblock",
+    "attach_opteq_head": "integrations.heads",
+    "convert_dropout": "dropblock",
+    "inspect_dropout": "dropblock",
+    "load": "integrations",
+    "remove_opteq_head": "integrations.heads",
+    "revert_dropout": "dropblock",
+    "save": "integrations",
+}
+
+
 def __getattr__(name: str) -> Any:
-    """Imports what needs transformers only when it is asked for."""
-    if name == "SolverCallback":
-        from solver_plugins.integrations.trainer import SolverCallback
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = found
+    return found
 
-        return SolverCallback
-    if name == "ProxPropCallback":
-        from solver_plugins.integrations.proxprop_callback import ProxPropCallback
 
-        return ProxPropCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 # Costs nothing where neither timm nor transformers is used; see its module.
