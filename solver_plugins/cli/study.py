@@ -72,7 +72,7 @@ def run(
             cells = STUDIES.get(name)(config).cells()
             if talks:
                 print(yaml.safe_dump(config.options(), sort_keys=False))
-                print(f"{len(cells)} cells: " + ", ".join(cell.name for cell in cells))
+                print(f"{len(cells)} cells:", *(cell.name for cell in cells), sep="\n  ")
             return
         place = output or Path("runs") / "studies" / f"{name}-{scale}"
         command = shlex.join(["solver-plugins", "study", "run", name, *(changes or ()), "--scale", scale])

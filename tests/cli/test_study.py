@@ -28,7 +28,7 @@ def test_run_prints_the_table(capsys, tmp_path):
 def test_dry_run_writes_nothing(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code, out, _ = run(capsys, "study", "run", "dropblock-fig1", "--scale", "paper", "--dry-run")
-    assert code == 0 and "iterations: 100000" in out and "6 cells: sampled_theta=0.5_seed=0" in out
+    assert code == 0 and "iterations: 100000" in out and "6 cells:\n  sampled_theta=0.5_seed=0\n" in out
     assert not list(tmp_path.iterdir())
 
 
