@@ -24,6 +24,7 @@ parser.add_argument("--model", default="resnet18")
 parser.add_argument("--no-pretrained", dest="pretrained", action="store_false")
 parser.add_argument("--targets", default=r"layer4\..*", help="a regular expression for the layers to convert")
 parser.add_argument("--iters", type=int, default=5)
+parser.add_argument("--blend", type=float, default=0.1, help="0 is the original network, 1 the solver")
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--batch-size", type=int, default=32)
 parser.add_argument("--lr", type=float, default=1e-4)
@@ -40,8 +41,8 @@ test = ImageDataset(args.folder / "test", transform=create_transform(**data))
 batches = DataLoader(train, args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers)
 
 print(inspect_model(model, "proxgd", args.iters, pattern="all", targets=args.targets, lipschitz=False))
-convert_model(model, "proxgd", args.iters, pattern="all", targets=args.targets)
-# More than one iteration changes the scale of pretrained features: give them the mean and variance they had.
+convert_model(model, "proxgd", args.iters, pattern="all", targets=args.targets, blend=args.blend)
+# More than one iteration changes pretrained features: give them the mean and variance they had, and blend a little in.
 calibrate(model, [images.to(device) for images, _ in (next(iter(batches)) for _ in range(2))])
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
