@@ -1,15 +1,46 @@
 """Two real processes over gloo, for tests of what is spread over processes."""
 
+import contextlib
 import os
 import socket
-import sys
+import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+
+def _workers() -> dict[Path, list[str]]:
+    """Returns state and counts of context switches of each of gloo's worker threads (none without a /proc)."""
+    found = {}
+    for status in Path("/proc/self/task").glob("*/status"):
+        with contextlib.suppress(OSError):  # A thread may end meanwhile.
+            name, *rest = status.read_text().splitlines()
+            if name.endswith("pt_gloo_runloop"):
+                found[status] = [line for line in rest if line.startswith("State:") or "ctxt_switches:" in line]
+    return found
+
+
+def _rest(seconds: float = 30) -> None:
+    """Waits until gloo's workers sleep, and have let go of the tensors that they were given.
+
+    A worker says that a collective is done before it drops the collective's tensors, for which it needs the GIL. A
+    thread that waits for the GIL when the interpreter's end begins is ended by ``pthread_exit``, here out of a
+    destructor: "terminate called without an active exception" (pytorch/pytorch#190489; Python before 3.14). To destroy
+    a group joins its workers, unless the group is still referred to, as by DTensor's caches or by a test. In the nap
+    nobody holds the GIL, so that a worker that wants it runs (is counted) or could run (its state).
+    """
+    before: dict[Path, list[str]] = {}
+    end = time.monotonic() + seconds
+    while (now := _workers()) != before or any("S (sleeping)" not in lines[0] for lines in now.values()):
+        if time.monotonic() > end:
+            return
+        before = now
+        time.sleep(0.02)
 
 
 def _work(rank: int, port: int, body: Callable[..., Any], args: tuple[Any, ...], queue: Any) -> None:
@@ -24,10 +55,7 @@ def _work(rank: int, port: int, body: Callable[..., Any], args: tuple[Any, ...],
     dist.destroy_process_group()
     queue.close()
     queue.join_thread()
-    # All is said. A process was once aborted after this point, at the interpreter's end ("terminate called without an
-    # active exception": a thread that outlived it). The cause is not known; what is tested is over by then.
-    sys.stderr.flush()
-    os._exit(0)
+    _rest()
 
 
 def free_port() -> int:
