@@ -59,7 +59,7 @@ class StrictConfig(pydantic.BaseModel):
             raise OptionError(f"{owner} takes a mapping of options; found {type(options).__name__}.")
         unknown = [name for name in options if name not in cls.model_fields]
         if unknown:
-            raise OptionError("\n".join(_unknown_option(owner, str(name), [cls]) for name in unknown))
+            raise OptionError("\n".join(unknown_option(owner, str(name), [cls]) for name in unknown))
         try:
             return cls(**options)
         except pydantic.ValidationError as error:
@@ -137,11 +137,11 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
-def _unknown_option(owner: str, name: str, models: list[type[pydantic.BaseModel]]) -> str:
-    """Says that none of ``models`` has the option, and which ones there are."""
+def unknown_option(owner: str, name: str, models: list[type[pydantic.BaseModel]], near: Iterable[str] = ()) -> str:
+    """Says that none of ``models`` has the option, and which ones there are; ``near`` may have been meant, too."""
     last = name.rpartition(".")[2]
     hints = [hint for model in models if (hint := getattr(model, "hints", {}).get(last))]
-    fields = {field for model in models for field in model.model_fields}
+    fields = {field for model in models for field in model.model_fields}.union(near)
     return f"{owner} has no option {name!r}.{''.join(f' {hint}' for hint in hints)}{did_you_mean(last, fields)}"
 
 
@@ -157,7 +157,7 @@ def _explain_option(owner: str, place: "_Place", items: list[Any]) -> str:
     """Says what is wrong with one option; the branches of a union fail one by one and become "expected a or b"."""
     kind, value = items[0]["type"], items[0]["input"]
     if kind == "extra_forbidden":
-        return _unknown_option(owner, place.name, list(place.models))
+        return unknown_option(owner, place.name, list(place.models))
     where = f"{owner}, option {place.name!r}" if place.name else owner
     hint = f" {place.description}" if place.description else ""
     if kind == "missing":

@@ -83,9 +83,9 @@ def in_two_processes(body: Callable[..., Any], *args: Any) -> list[Any]:
             rank, result, failure = queue.get(timeout=240)
             assert failure is None, f"process {rank}:\n{failure}"
             results[rank] = result
-        for process in processes:
+        for rank, process in enumerate(processes):
             process.join(60)
-            assert process.exitcode == 0
+            assert process.exitcode == 0, f"process {rank} ended with {process.exitcode}"
     finally:
         for process in processes:
             if process.is_alive():

@@ -7,6 +7,7 @@ checkpoints and a report, is ``solver-plugins finetune``; see docs/finetuning.md
 """
 
 import argparse
+from itertools import islice
 from pathlib import Path
 
 import timm
@@ -33,17 +34,20 @@ parser.add_argument("--output", type=Path, default=Path("finetuned"))
 args = parser.parse_args()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
-classes = sorted(path.name for path in (args.folder / "train").iterdir() if path.is_dir())
+numbers = ImageDataset(args.folder / "train").reader.class_to_idx  # by name; the same for both splits
+classes = sorted(numbers, key=numbers.get)
 model = timm.create_model(args.model, pretrained=args.pretrained, num_classes=len(classes)).to(device)
 data = resolve_data_config(model=model)
-train = ImageDataset(args.folder / "train", transform=create_transform(**data, is_training=True))
-test = ImageDataset(args.folder / "test", transform=create_transform(**data))
+train = ImageDataset(args.folder / "train", class_map=numbers, transform=create_transform(**data, is_training=True))
+test = ImageDataset(args.folder / "test", class_map=numbers, transform=create_transform(**data))
+if len(train) < args.batch_size:
+    parser.error(f"{len(train)} images to train on are less than one batch: expected a smaller --batch-size")
 batches = DataLoader(train, args.batch_size, shuffle=True, drop_last=True, num_workers=args.workers)
 
 print(inspect_model(model, "proxgd", args.iters, pattern="all", targets=args.targets, lipschitz=False))
 convert_model(model, "proxgd", args.iters, pattern="all", targets=args.targets, blend=args.blend)
 # More than one iteration changes pretrained features: give them the mean and variance they had, and blend a little in.
-calibrate(model, [images.to(device) for images, _ in (next(iter(batches)) for _ in range(2))])
+calibrate(model, [images.to(device) for images, _ in islice(batches, 2)])
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 for epoch in range(args.epochs):
@@ -62,5 +66,6 @@ with torch.inference_mode():
         right += int((model(images.to(device)).argmax(1) == labels.to(device)).sum())
 print(f"accuracy {100 * right / len(test):.1f}% on {len(test)} images of {', '.join(classes)}")
 
+model.pretrained_cfg = {**model.pretrained_cfg, "label_names": classes}  # saved with the model
 save(model, args.output)  # for solver_plugins.load; the weights also load into a plain timm model
 print(f"saved in {args.output}")

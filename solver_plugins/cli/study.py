@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 import yaml
 
-from solver_plugins.errors import SolverPluginsError
+from solver_plugins.errors import SolverPluginsError, UnknownNameError, did_you_mean
 
 app = typer.Typer(
     add_completion=False,
@@ -27,7 +27,13 @@ def list_(
     """Shows every study, and what it repeats."""
     from solver_plugins.studies import list_studies, study_info
 
-    infos = [study_info(name) for name in list_studies(filter)]
+    names = list_studies(filter)
+    if filter is not None and not names and not as_json:
+        known = {*list_studies(), *(tag for name in list_studies() for tag in study_info(name).tags)}
+        raise UnknownNameError(
+            f"No study matches {filter!r}: expected a glob on the name, or a tag.{did_you_mean(filter, known)}"
+        )
+    infos = [study_info(name) for name in names]
     if as_json:
         rows = [
             {
@@ -56,7 +62,8 @@ def run(
         str, typer.Option(help="smoke (seconds), short (minutes on two cores), or paper (the paper's own sizes).")
     ] = "short",
     output: Annotated[
-        Path | None, typer.Option(help="The folder; a run in it goes on. [default: runs/studies/NAME-SCALE]")
+        Path | None,
+        typer.Option(help="The folder; a run in it goes on.", show_default="runs/studies/NAME-SCALE"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the output folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings and the cells; run nothing.")] = False,

@@ -43,8 +43,17 @@ class RunFolder:
         """Makes the folder, or checks that it holds a run of the same study and config; call it in one process.
 
         Raises:
-            OutputError: If it holds something else.
+            OutputError: If it holds something else, or cannot be made, read or written.
         """
+        try:
+            self._open(study, scale, config, overwrite)
+        except OSError as error:
+            raise OutputError(
+                f"Expected an output folder that can be made and written to; found {str(self.place)!r} "
+                f"({error.strerror or error}): choose another with --output."
+            ) from error
+
+    def _open(self, study: str, scale: str, config: StudyConfig, overwrite: bool) -> None:
         place = self.place
         if place.exists() and not place.is_dir():
             raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")

@@ -1,6 +1,7 @@
 """From a model to a converted one, and back."""
 
 import copy
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -27,11 +28,12 @@ from solver_plugins.blocks import (
 )
 from solver_plugins.blocks.chain import Role
 from solver_plugins.blocks.layer import check_blend
+from solver_plugins.config import unknown_option
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import prox_for
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solvers import RateConfig, Solver
-from solver_plugins.surgery.errors import ConversionError
+from solver_plugins.surgery.errors import ConversionError, naming
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.model_config import refuse_quantized, remove_from_config
 from solver_plugins.surgery.parts import Block, DropoutPart
@@ -121,6 +123,7 @@ def convert_model(
         OptionError: For unknown options.
         TargetError: If a target converts nothing.
         RecordError: If the forward pass cannot be recorded.
+        WeightError: If weights are NaN or infinite, with the name of their layer.
     """
     if not isinstance(inplace, bool):
         raise OptionError(f"Expected inplace to be True or False; found {inplace!r}.")
@@ -139,7 +142,8 @@ def convert_model(
     try:
         passed_over, routed = _taken_over(plan)
         for one in plan.selection.chosen:
-            layer = _install(one.block, modules, plan.solver_for(one))
+            with naming(one.block.name):
+                layer = _install(one.block, modules, plan.solver_for(one))
             layer.routed = one.block.name in routed
             layer.set_blend(blend)
         for name in passed_over:
@@ -204,6 +208,7 @@ def plan_conversion(
     refuse_quantized(model)
     made: type[Solver] = SOLVERS.get(solver)
     # Wrong options are told before a large model is walked.
+    _refuse_unknown(made, options)
     made.from_options(iters=iters, **options)
     check_blend(blend)
     if last is not None and not isinstance(last, bool):
@@ -211,6 +216,16 @@ def plan_conversion(
     blocks = match(record(model, example_inputs), model)
     selection = select(blocks, made, pattern, p, nonprox, last, targets, exclude, model=model)
     return Plan(solver, {"iters": iters, **options}, _within_reach(selection, made.samples), tuple(blocks), blend)
+
+
+def _refuse_unknown(made: type[Solver], options: dict[str, Any]) -> None:
+    """Raises OptionError for an option that the solver does not have: an argument of convert_model may be meant."""
+    unknown = [name for name in options if name not in made.Config.model_fields]
+    if unknown:
+        parameters = inspect.signature(convert_model).parameters.values()
+        near = {one.name for one in parameters if one.kind is one.KEYWORD_ONLY}.difference(unknown)
+        owner = f"solver {made.name!r}"
+        raise OptionError("\n".join(unknown_option(owner, name, [made.Config], near) for name in unknown))
 
 
 def _replaced(one: Chosen, samples: str) -> DropoutPart | None:

@@ -1,6 +1,9 @@
 """What can go wrong between a model and its blocks."""
 
-from solver_plugins.errors import SolverPluginsError
+import contextlib
+from collections.abc import Iterator
+
+from solver_plugins.errors import SolverPluginsError, WeightError
 
 
 class RecordError(SolverPluginsError, RuntimeError):
@@ -13,3 +16,12 @@ class TargetError(SolverPluginsError, ValueError):
 
 class ConversionError(SolverPluginsError, ValueError):
     """A model cannot be converted or reverted; it is as it was."""
+
+
+@contextlib.contextmanager
+def naming(layer: str) -> Iterator[None]:
+    """Puts the name of a layer before what is wrong with its weights."""
+    try:
+        yield
+    except WeightError as error:
+        raise WeightError(f"{layer}: {error}") from error

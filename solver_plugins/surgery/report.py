@@ -14,6 +14,7 @@ from solver_plugins.solvers import SamplingSolver, Solver, working_dtype
 from solver_plugins.solvers.paths import gram_from, path_for, solve_size
 from solver_plugins.surgery.convert import Plan, plan_conversion
 from solver_plugins.surgery.cost import cost_of, plain_flops
+from solver_plugins.surgery.errors import naming
 from solver_plugins.surgery.inputs import BATCH, read_inputs
 from solver_plugins.surgery.parts import Block
 from solver_plugins.surgery.printing import (
@@ -225,7 +226,8 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> Row:
     if isinstance(solver, SamplingSolver):
         shape = block.output_shape if solver.samples == "outputs" else block.input_shape
         tau = solver.tau(shape[_feature_dim(block)])
-    constant, step = _constant_and_step(block, solver) if lipschitz else (None, None)
+    with naming(block.name):
+        constant, step = _constant_and_step(block, solver) if lipschitz else (None, None)
     cost = cost_of(
         block.module,
         block.input_shape,

@@ -1,5 +1,6 @@
 """Which blocks a solver converts: its default patterns, and what the user asks for instead."""
 
+import numbers
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -162,8 +163,8 @@ def _check_options(kind: Sampling, p: float | None, nonprox: str) -> None:
         raise OptionError(f"Expected nonprox to be 'keep' or 'skip'; found {nonprox!r}.")
     if p is not None and kind == "deterministic":
         raise OptionError("A deterministic solver draws nothing, so p= has no meaning for it; drop it.")
-    if p is not None and not 0 <= p < 1:
-        raise OptionError(f"Expected a rate p in [0, 1); found {p!r}.")
+    if p is not None and (isinstance(p, bool) or not isinstance(p, numbers.Real) or not 0 <= p < 1):
+        raise OptionError(f"Expected a rate p in [0, 1); found {p!r} ({type(p).__name__}).")
 
 
 def _fit(

@@ -1,5 +1,6 @@
 """Layers named as PEFT names them: ends of names, one regular expression, or a function."""
 
+import difflib
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,13 @@ class Target:
         label: How messages call it.
         text: The name, its end, or the regular expression; None for a function.
         matches: Whether a name and a module are meant.
+        whole: Whether it is a regular expression, for whole names.
     """
 
     label: str
     text: str | None
     matches: Callable[[str, nn.Module], bool]
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class TargetList:
             if target.text is None or any(target.matches(name, module) for name, module in modules.items()):
                 continue
             names = {block.name for block in blocks} | {name for name in modules if name}
-            raise TargetError(f"{self.option}: {target.label} matches no layer.{_near(target.text, names)}")
+            raise TargetError(f"{self.option}: {target.label} matches no layer.{_near(target, names)}")
 
 
 def read_targets(given: Any, option: str) -> TargetList:
@@ -76,7 +79,7 @@ def read_targets(given: Any, option: str) -> TargetList:
             expression = re.compile(given)
         except re.error as error:
             raise TargetError(f"{option}: {given!r} is not a regular expression: {error}.") from error
-        return TargetList(option, (Target(f"the regular expression {given!r}", given, _whole(expression)),))
+        return TargetList(option, (Target(f"the regular expression {given!r}", given, _whole(expression), whole=True),))
     if callable(given):
         return TargetList(option, (Target(f"the function {getattr(given, '__name__', given)!r}", None, given),))
     if not isinstance(given, Iterable):
@@ -114,14 +117,26 @@ def _miss(target: Target, blocks: Sequence[Block], rejected: dict[str, str], mod
         ]
     if not lines:
         names = {block.name for block in blocks} | {name for name, module in modules.items() if linear_like(module)}
-        return f"\n  {target.label} matches no layer.{_near(target.text or '', names)}"
+        return f"\n  {target.label} matches no layer.{_near(target, names)}"
     shown = "".join(f"\n    - {line}" for line in lines[:5])
     more = f"\n    - and {len(lines) - 5} more" if len(lines) > 5 else ""
     return f"\n  {target.label} matches, but nothing that can be converted:{shown}{more}"
 
 
-def _near(text: str, names: Iterable[str]) -> str:
-    # Ends of names are compared: that is what is usually typed; all names of a large model would fill the screen.
+def _near(target: Target, names: Iterable[str]) -> str:
+    text = target.text or ""
     full = sorted(name for name in names if name)
+    if target.whole or "." in text:
+        return _near_whole(text.replace("\\", ""), full)
+    # Ends of names are compared: that is what is usually typed; all names of a large model would fill the screen.
     ends = {name.rpartition(".")[2] for name in full if not name.rpartition(".")[2].isdigit()}
     return did_you_mean(text, {*ends, *full} if len(full) <= 20 else ends or set(full[:20]))
+
+
+def _near_whole(text: str, full: list[str]) -> str:
+    """Returns what :func:`_near` does for a text that means whole names: an end alone would mean many more layers."""
+    near = difflib.get_close_matches(text, full, n=3, cutoff=0.6)
+    question = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    shown = full if len(full) <= 20 else full[:5]
+    more = f" and {len(full) - len(shown)} more" if len(shown) < len(full) else ""
+    return f"{question} Whole names are {', '.join(shown) or 'none'}{more}."

@@ -1,5 +1,6 @@
 """The settings of a finetuning run: one strict YAML file, and ``key=value`` on top of it."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -15,6 +16,9 @@ from solver_plugins.integrations.models import read_value
 from solver_plugins.shipped import shipped_file, shipped_names
 
 Names = str | list[str]
+
+_LARGEST_SEED = 2**32 - 2**16
+"""numpy takes 32 bits, and each process adds its number to the seed."""
 
 
 class ModelSection(StrictConfig):
@@ -113,6 +117,13 @@ class DataSection(StrictConfig):
     std: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     workers: int = Field(0, ge=0, description="Processes that read data, beside each training process.")
 
+    @pydantic.field_validator("std")
+    @classmethod
+    def _divides(cls, std: list[float] | None) -> list[float] | None:
+        if std is not None and not (std and all(value > 0 for value in std)):
+            raise ValueError("expected numbers above zero, one for each channel")
+        return std
+
 
 class OptimizerSection(StrictConfig):
     """The arguments of timm's ``create_optimizer_v2``."""
@@ -150,6 +161,14 @@ class AugmentationSection(StrictConfig):
     color_jitter: float = Field(0.0, ge=0, description="Strength of changes of colour.")
     auto_augment: str | None = Field(None, description="A policy of timm, such as 'rand-m9-mstd0.5'.")
     re_prob: float = Field(0.0, ge=0, le=1, description="How often a part is erased.")
+
+    @pydantic.field_validator("scale", "ratio")
+    @classmethod
+    def _is_range(cls, pair: list[float] | None, info: pydantic.ValidationInfo) -> list[float] | None:
+        largest = 1 if info.field_name == "scale" else math.inf
+        if pair is not None and not (len(pair) == 2 and 0 < pair[0] <= pair[1] <= largest):
+            raise ValueError(f"expected a pair [a, b] with 0 < a <= b{' <= 1' if largest == 1 else ''}")
+        return pair
 
 
 class MixupSection(StrictConfig):
@@ -208,7 +227,7 @@ class FinetuneConfig(StrictConfig):
     )
     accumulation: int = Field(1, ge=1, description="Passes whose gradients are added up for one step.")
     precision: Literal["no", "bf16", "fp16"] = Field("no", description="Mixed precision of Accelerate.")
-    seed: int = Field(0, ge=0, description="Of weights, order, augmentation and solvers.")
+    seed: int = Field(0, ge=0, le=_LARGEST_SEED, description="Of weights, order, augmentation and solvers.")
     trials: int = Field(1, ge=1, description="Final evaluations of a model that samples in evaluation, too.")
     refresh: Literal["epoch"] | int = Field(
         "epoch", description="When step sizes are certified: 'epoch', or a number of steps."

@@ -61,6 +61,7 @@ def load_splits(config: DataSection) -> Splits:
     made = Splits(train, evaluation, column, config.text is not None, label, classes)
     for split, found in ((config.train, train), (config.eval, evaluation)):
         _check_labels(found[label], classes, f"the split {split!r} of {config.name!r}")
+    _check_classes(made, config)
     return made
 
 
@@ -99,6 +100,35 @@ def _check_labels(values: Any, classes: tuple[str, ...], where: str) -> None:
             f"Expected labels of the {len(classes)} classes of the training split; found {', '.join(wrong[:5])} in "
             f"{where}."
         )
+
+
+def _check_classes(splits: Splits, config: DataSection) -> None:
+    """Checks that a number means the same class in both splits, and that what is evaluated was trained on."""
+    names = getattr(splits.eval.features[splits.label], "names", None)
+    if names and tuple(names) != splits.classes:
+        raise DataError(
+            f"The splits {config.train!r} and {config.eval!r} of {config.name!r} number their classes differently: "
+            f"{', '.join(splits.classes[:5])}, ... and {', '.join(names[:5])}, .... Cast both to one ClassLabel."
+        )
+    numbers = {name: number for number, name in enumerate(splits.classes)}
+
+    def seen(found: Any) -> set[int]:
+        return {numbers[one] if isinstance(one, str) else one for one in set(found[splits.label])}
+
+    trained, evaluated = seen(splits.train), seen(splits.eval)
+    lacking = [splits.classes[number] for number in sorted(evaluated - trained)]
+    if not lacking or ("[" in config.train and trained & evaluated):
+        # A small slice may miss a class.
+        return
+    sliced = (
+        " A folder of images is sorted by class, and so are its slices: make train/ and test/ instead."
+        if "[" in config.train
+        else " Add some, or remove these classes."
+    )
+    raise DataError(
+        f"Expected training examples of all classes that are evaluated; the split {config.train!r} of {config.name!r} "
+        f"has none of {', '.join(lacking[:5])}.{sliced}"
+    )
 
 
 class Examples(Dataset[dict[str, Any]]):
@@ -206,7 +236,8 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
         )
     if len(splits.train) < config.batch_size:
         raise DataError(
-            f"Expected at least one batch of {config.batch_size} to train on; found {len(splits.train)} examples."
+            f"Expected at least one batch of {config.batch_size} to train on; found {len(splits.train)} examples. Set "
+            "batch_size to at most that."
         )
     prepare_train, prepare_eval, collate = _preparation(config, splits, model)
     train = Examples(splits.train, splits, prepare_train, config.seed, f"the split {config.data.train!r}")

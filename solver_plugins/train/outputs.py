@@ -35,7 +35,7 @@ def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
     if held and not is_run:
         raise OutputError(
             f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of finetune: choose "
-            "another."
+            "another output=."
         )
     if is_run and not (resume or overwrite):
         raise OutputError(

@@ -11,6 +11,7 @@ from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import load_splits, make_loaders
 from solver_plugins.train.loop import make_optimizer, make_schedule
 from solver_plugins.train.models import DTYPES, attach_head, build_model, planned
+from solver_plugins.train.outputs import check_output
 from solver_plugins.train.preparation import image_settings
 from solver_plugins.train.processes import end_processes, make_accelerator
 from solver_plugins.train.run import arms_of, example_of
@@ -37,6 +38,8 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
     try:
         accelerator = make_accelerator(config)
         splits = load_splits(config.data)
+        # Whether a run there is continued or replaced is not asked yet.
+        check_output(config, resume=False, overwrite=True)
         set_seed(config.seed)
         model = build_model(config, splits)
         loaders = make_loaders(config, splits, model, accelerator.num_processes)

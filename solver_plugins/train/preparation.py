@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from solver_plugins.errors import OptionError
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import DataError
 
@@ -29,6 +30,7 @@ def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any
 
     Raises:
         DataError: If the model takes images of a number of channels that there are no images of.
+        OptionError: If timm does not know the policy ``augmentation.auto_augment``.
     """
     from timm.data.transforms_factory import create_transform
 
@@ -48,7 +50,16 @@ def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any
     else:
         chosen = config.augmentation.options()
         chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
-        train = create_transform(**plain, is_training=True, **chosen)
+        try:
+            train = create_transform(**plain, is_training=True, **chosen)
+        except (AssertionError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+            if chosen["auto_augment"] is None:
+                raise
+            # timm reads the text of a policy with assertions and plain conversions.
+            raise OptionError(
+                "Expected augmentation.auto_augment to be a policy of timm, such as 'rand-m9-mstd0.5', 'augmix-m3', "
+                f"'original' or 'v0', or null for none; found {chosen['auto_augment']!r} ({error!r})."
+            ) from None
     mode = _MODES[channels]
     return ImageTransform(mode, train), ImageTransform(mode, evaluation), collate_images
 
@@ -81,6 +92,17 @@ def image_settings(config: FinetuneConfig, model: Any) -> dict[str, Any]:
         # Cropping the border of a small image loses what it shows.
         known["crop_pct"] = 1.0
     return {**known, "input_size": (channels, *size)}
+
+
+def remember_data(config: FinetuneConfig, model: Any, classes: tuple[str, ...]) -> None:
+    """Writes down in a timm model how images are prepared and what the classes are called, for those who load it."""
+    known = getattr(model, "pretrained_cfg", None)
+    if not isinstance(known, dict):
+        return
+    kept = {key: value for key, value in known.items() if not key.startswith("test_") and key != "label_descriptions"}
+    settings = image_settings(config, model)
+    told = {key: settings[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")}
+    model.pretrained_cfg = {**kept, **told, "num_classes": len(classes), "label_names": list(classes)}
 
 
 def _processor(config: FinetuneConfig) -> dict[str, Any]:

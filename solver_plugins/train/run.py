@@ -29,6 +29,7 @@ from solver_plugins.train.outputs import (
     start_output,
     write_whole,
 )
+from solver_plugins.train.preparation import remember_data
 from solver_plugins.train.processes import end_processes, make_accelerator
 from solver_plugins.train.report import write_report
 
@@ -114,6 +115,8 @@ def make_arm(config: FinetuneConfig, splits: Splits, name: str, processes: int) 
     set_seed(config.seed)
     model = build_model(config, splits)
     loaders = make_loaders(config, splits, model, processes)
+    if not splits.is_text:
+        remember_data(config, model, splits.classes)
     if name == "solver" and config.head is not None:
         attach_head(model, config.head)
     if name == "solver" and config.solver is not None:

@@ -1,5 +1,6 @@
 """Where examples come from: the embedded digits, folders, files, and the hub, all through ``datasets``."""
 
+import glob
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,12 @@ from solver_plugins.train.errors import DataError
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 _TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Splits of a folder of images, and the folders that hold them."""
 DIGITS_TEST = 360
 """How many of the 1797 digits, the last ones, are the test split: other writers than those before."""
 
@@ -62,13 +69,50 @@ def _from_folder(place: Path, split: str, config: DataSection) -> Any:
     files = [path for path in place.rglob("*") if path.is_file() and not path.name.startswith(".")]
     suffixes = {path.suffix.lower() for path in files}
     if suffixes & set(_IMAGES):
-        return datasets.load_dataset("imagefolder", data_dir=str(place), split=split)
+        if any(path.stem == "metadata" for path in files):
+            return datasets.load_dataset("imagefolder", data_dir=str(place), split=split)
+        return _from_images(place, split)
     if suffixes & set(_TABLES):
         return datasets.load_dataset(str(place), config.config, split=split)
     raise DataError(
         f"{str(place)!r} holds no data set: expected one of save_to_disk, a folder of images for each class, or files "
         f"ending in {', '.join(_TABLES)}."
     )
+
+
+def _from_images(place: Path, split: str) -> Any:
+    """Reads SPLIT/CLASS/IMAGE, or CLASS/IMAGE as the split ``train``.
+
+    The folders of the splits are named to ``datasets``: left to itself it also takes a class called ``train_station``
+    for one.
+    """
+    import datasets
+
+    base = split.partition("[")[0]
+    below = {path.name: path for path in place.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    nested = {name for name, path in below.items() if any(one.is_dir() for one in path.iterdir())}
+    found = {
+        key: below[name] for key, names in {**_SPLITS, base: (base, *_SPLITS.get(base, ()))}.items()
+        for name in names if name in nested
+    } if nested else {"train": place}  # fmt: skip
+    if base not in found:
+        held = f"it has {', '.join(sorted(found))}" if nested else "its folders are classes, all of the split 'train'"
+        raise DataError(
+            f"{str(place)!r} has no split {base!r}: {held}. Expected {base}/CLASS/IMAGE in it, beside the other "
+            "splits; or name the splits with data.train= and data.eval=."
+        )
+    empty = sorted(
+        path.name
+        for path in found[base].iterdir()
+        if path.is_dir() and not any(one.suffix.lower() in _IMAGES for one in path.rglob("*"))
+    )
+    if empty:
+        raise DataError(
+            f"Expected images in every folder of {str(found[base])!r}; found none in {', '.join(empty[:5])}. Add some, "
+            "or remove the folder."
+        )
+    data_files = {key: f"{glob.escape(str(path.absolute()))}/**" for key, path in found.items()}
+    return datasets.load_dataset("imagefolder", data_files=data_files, split=split, drop_labels=False)
 
 
 def _digits() -> Any:
@@ -106,6 +150,11 @@ def _sliced(splits: Any, split: str, name: str) -> Any:
 
 def _explained(config: DataSection, split: str, error: Exception) -> DataError:
     lines = str(error).strip().splitlines() or [""]
+    if Path(config.name).expanduser().exists() or config.name == "digits":
+        return DataError(
+            f"Cannot load the split {split!r} of {config.name!r}: {type(error).__name__}: {lines[0]} Expected the name "
+            "of a split that is there, or a slice of one such as 'train[:80%]'."
+        )
     return DataError(
         f"Cannot load the split {split!r} of {config.name!r}: {type(error).__name__}: {lines[0]} Looked for a folder "
         f"or file of that name, in the cache of Hugging Face, and on its hub. {_options()}"

@@ -15,6 +15,26 @@ def test_list_names_every_study(capsys):
     assert code == 0 and "dropblock-fig1" in [row["name"] for row in json.loads(out)]
 
 
+def test_list_without_a_match(capsys):
+    code, out, err = run(capsys, "study", "list", "dropblok")
+    assert code == 2 and not out and "No study matches 'dropblok'" in err and "Did you mean 'dropblock'" in err
+    assert all(name in err for name in list_studies())
+    code, out, _ = run(capsys, "study", "list", "dropblok", "--json")
+    assert code == 0 and json.loads(out) == []
+
+
+def test_help_names_the_default_folder(capsys):
+    code, out, _ = run(capsys, "study", "run", "--help")
+    assert code == 0 and "runs/studies/NAME-SCALE" in out
+
+
+def test_output_that_cannot_be_made(capsys, tmp_path):
+    (tmp_path / "afile").touch()
+    output = str(tmp_path / "afile" / "x")
+    code, out, err = run(capsys, "study", "run", "dropblock-fig1", "--scale", "smoke", "--output", output)
+    assert code == 2 and not out and output in err and "choose another with --output" in err
+
+
 def test_run_prints_the_table(capsys, tmp_path):
     arguments = ("study", "run", "dropblock-fig1", "descent.iterations=20", "--scale", "smoke", "--output")
     code, out, err = run(capsys, *arguments, str(tmp_path / "run"))

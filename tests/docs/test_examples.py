@@ -53,6 +53,7 @@ def test_finetune_folder(run, tmp_path: Path):
     loaded, images = solver_plugins.load("finetuned").eval(), torch.randn(2, 3, 64, 64)
     torch.testing.assert_close(loaded(images), names["model"](images))
     assert len(solver_plugins.conversion_of(loaded).blocks) > 0
+    assert loaded.pretrained_cfg["label_names"] == ["digit0", "digit1", "digit2"]
 
 
 def test_proxprop_loop(run):

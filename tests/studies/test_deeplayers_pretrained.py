@@ -74,8 +74,6 @@ def test_the_arms_of_the_short_scale():
         "normalized-iters-3": ("proxgd", 3, "normalized", 1e-3, 1.0, True),
         "paper-raw": ("proxgd", 10, "paper", 1e-3, 1.0, False),
         "paper-calibrated": ("proxgd", 10, "paper", 1e-3, 1.0, True),
-        "fista-calibrated": ("fista", 10, "normalized", 1e-3, 1.0, True),
-        "anderson-calibrated": ("anderson", 10, "normalized", 1e-3, 1.0, True),
     }
     assert read_study_config(NAME, "paper").arms == table.config.arms
 

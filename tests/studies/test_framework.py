@@ -125,6 +125,8 @@ def test_folders_of_others_are_refused(tmp_path):
     assert (tmp_path / "run" / "thesis.tex").read_text() == "years of work"
     with pytest.raises(OutputError, match="is a file"):
         run_study("toy", config(), tmp_path / "run" / "thesis.tex")
+    with pytest.raises(OutputError, match=r"thesis.tex/x' \(Not a directory\): choose another with --output"):
+        run_study("toy", config(), tmp_path / "run" / "thesis.tex" / "x")
     run_study("toy", config(), tmp_path / "toy")
     identity = yaml.safe_load((tmp_path / "toy" / "study.yaml").read_text())
     (tmp_path / "toy" / "study.yaml").write_text(yaml.safe_dump({**identity, "study": "other"}))

@@ -10,7 +10,7 @@ from torch import nn
 
 from solver_plugins import conversion_of, convert_model, inspect_model, list_solvers, refresh_steps, revert_model
 from solver_plugins.blocks import ChainBlock, PassThrough, SolverBlock, TrackedStep
-from solver_plugins.errors import OptionError, SolverPluginsError
+from solver_plugins.errors import OptionError, WeightError
 from solver_plugins.surgery import ConversionError, TargetError, plan_conversion
 
 
@@ -224,8 +224,10 @@ def test_everything_or_nothing(monkeypatch):
     classes = [type(module) for module in model.modules()]
     with torch.no_grad():
         model.fc2.weight.fill_(torch.nan)
-    with pytest.raises(SolverPluginsError, match="finite"):
+    with pytest.raises(WeightError, match=r"^fc2: Expected finite weights; found"):
         convert(model, "proxgd", pattern="all")
+    with pytest.raises(WeightError, match=r"^fc2: Expected finite weights; found"):
+        inspect_model(model, "proxgd", pattern="all", example_inputs=X)
     assert [type(module) for module in model.modules()] == classes
     assert all(type(module.__dict__.get("L", None)) is type(None) for module in model.modules())
 
@@ -237,6 +239,10 @@ def test_bad_input():
         convert_model(torch.compile(make()))
     with pytest.raises(OptionError, match="iters"):
         convert(make(), "proxgd", itres=3)
+    with pytest.raises(OptionError, match=r"solver 'proxgd' has no option 'target'. Did you mean 'targets'"):
+        convert(make(), "proxgd", target=["fc1"])
+    with pytest.raises(OptionError, match="Did you mean 'inplace'"):
+        convert(make(), "proxgd", in_place=False)
     with pytest.raises(TargetError, match="fc9"):
         convert(make(), "proxgd", targets=["fc9"])
     with pytest.raises(ConversionError, match="No layer of this Sequential"):

@@ -164,6 +164,8 @@ def test_a_target_that_converts_nothing_says_why(
         ({"nonprox": "drop"}, "'keep' or 'skip'"),
         ({"solver": nn.ReLU()}, "what it draws"),
         ({"solver": "inputs", "p": 1.0}, r"in \[0, 1\)"),
+        ({"solver": "inputs", "p": "0.5", "pattern": "all"}, r"a rate p in \[0, 1\); found '0.5' \(str\)"),
+        ({"solver": "inputs", "p": False}, r"found False \(bool\)"),
     ],
 )
 def test_bad_options(net: tuple[Net, list[Block]], options: dict[str, Any], message: str) -> None:
@@ -175,6 +177,20 @@ def test_a_solver_by_name(net: tuple[Net, list[Block]]) -> None:
     assert chosen(net[1], "rcd") == chosen(net[1], SOLVERS.get("rcd")) == chosen(net[1], "outputs")
     with pytest.raises(UnknownNameError, match="Did you mean 'proxsg' or 'proxgd'"):
         select(net[1], "proxdg")
+
+
+def test_a_misspelled_name_is_answered_by_whole_names() -> None:
+    model = timm.create_model("resnet18").eval()
+    blocks = match(record(model), model)
+    for targets in (["layer4.0.convv1"], r"layer4\.0\.convv1"):
+        for option in ("targets", "exclude"):
+            with pytest.raises(TargetError, match=r"Did you mean 'layer4\.0\.conv1' or 'layer4") as caught:
+                select(blocks, "nothing", model=model, **{option: targets})
+            assert "'conv1'" not in str(caught.value) and " more." in str(caught.value)
+    with pytest.raises(TargetError, match=r"matches no layer. Whole names are conv1, fc, layer1\.0\.conv1, .* more\."):
+        select(blocks, "nothing", model=model, targets="stage.*")
+    with pytest.raises(TargetError, match=r"Did you mean 'conv1' or 'conv2'\?"):
+        select(blocks, "nothing", model=model, targets=["convv1"])
 
 
 def test_vgg16_by_default() -> None:

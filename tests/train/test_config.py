@@ -25,6 +25,12 @@ def test_changes_reach_sections(tmp_path):
     assert read_config(path, ["solver=null"]).solver is None
 
 
+def test_ends_of_ranges_are_fine(tmp_path):
+    changes = ["augmentation.scale=[0.08, 1]", "augmentation.ratio=[1, 1]", "data.std=[0.1]", "seed=4294901760"]
+    found = read_config(written(tmp_path), changes)
+    assert found.augmentation.scale == [0.08, 1] and found.augmentation.ratio == [1, 1] and found.seed == 4294901760
+
+
 def test_written_config_reads_back(tmp_path):
     config = tiny(tmp_path, ema={"decay": 0.5}, refresh=3, trackers=["tensorboard"])
     assert FinetuneConfig.from_yaml(config.to_yaml()) == config
@@ -52,6 +58,15 @@ def test_written_config_reads_back(tmp_path):
         (["model.pretrained=true", "model.weights=f"], "found both"),
         (["solver.name=proxprop", "solver.iters=3"], "replace all of it: solver='{name: proxprop"),
         (["precision=fp8"], "'no', 'bf16' or 'fp16'"),
+        (["augmentation.scale=[0.5]"], "augmentation.scale': expected a pair [a, b] with 0 < a <= b <= 1; found [0.5]"),
+        (["augmentation.scale=[2, 3]"], "0 < a <= b <= 1"),
+        (["augmentation.scale=[1.0, 0.08]"], "0 < a <= b <= 1"),
+        (["augmentation.ratio=[0, 1]"], "'augmentation.ratio': expected a pair [a, b] with 0 < a <= b; found [0, 1]"),
+        (["augmentation.ratio=[1, 2, 3]"], "a pair [a, b]"),
+        (["data.std=[0.5, 0, 0.5]"], "'data.std': expected numbers above zero"),
+        (["data.std=[]"], "'data.std': expected numbers above zero"),
+        (["seed=99999999999999999999"], "less than or equal to 4294901760"),
+        (["seed=4294967295"], "'seed': expected a value less than"),
     ],
 )
 def test_mistakes(tmp_path, changes, message):

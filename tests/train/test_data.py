@@ -6,6 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
+from solver_plugins.errors import OptionError
 from solver_plugins.train import DataError
 from solver_plugins.train.config import DataSection
 from solver_plugins.train.data import Order, load_splits, make_loaders
@@ -58,6 +59,59 @@ def test_imagefolder_and_parquet(tmp_path):
     assert len(found.train) == 5 and len(found.eval) == 2
     found = loaded(name=str(tmp_path / "tables" / "train.parquet"), eval="train")
     assert len(found.eval) == 5
+
+
+def photos(place, **counts):
+    """Writes so many images into SPLIT/CLASS or CLASS, by their names with __ for /."""
+    for name, count in counts.items():
+        folder = place.joinpath(*name.split("__"))
+        folder.mkdir(parents=True)
+        for number in range(count):
+            picture(number).save(folder / f"{number}.png")
+    return str(place)
+
+
+@pytest.mark.parametrize("name", ["train", "bullet_train", "test_tube", "val", "dev"])
+def test_a_class_may_have_the_name_of_a_split(tmp_path, name):
+    """datasets would take SPLIT/train_station/IMAGE for training images, those of the test split included."""
+    place = photos(
+        tmp_path / "photos [of mine]",
+        **{"train__cat": 3, "test__cat": 2, "validation__cat": 1},
+        **{f"train__{name}": 4, f"test__{name}": 1, f"validation__{name}": 1},
+    )
+    found = loaded(name=place)
+    assert (len(found.train), len(found.eval)) == (7, 3) and found.classes == tuple(sorted(("cat", name)))
+    assert len(loaded(name=place, eval="validation").eval) == 2
+    assert len(loaded(name=place, train="train[:4]", eval="train[2:]").eval) == 5
+
+
+def test_folders_that_are_no_splits(tmp_path):
+    flat = photos(tmp_path / "flat", cat=4, train=4)
+    with pytest.raises(DataError, match="has no split 'test': its folders are classes"):
+        loaded(name=flat)
+    with pytest.raises(DataError, match="sorted by class"):
+        loaded(name=flat, train="train[:50%]", eval="train[50%:]")
+    assert len(loaded(name=flat, eval="train").train) == 8
+    with pytest.raises(DataError, match=r"has no split 'test': it has train\. Expected test/CLASS/IMAGE"):
+        loaded(name=photos(tmp_path / "half", train__cat=2, train__dog=2))
+    assert len(loaded(name=photos(tmp_path / "val", train__a=1, train__b=1, val__a=1), eval="validation").eval) == 1
+
+
+def test_classes_that_do_not_fit(tmp_path):
+    with pytest.raises(DataError, match="found none in dog"):
+        loaded(name=photos(tmp_path / "empty", train__cat=2, train__dog=0, test__cat=1))
+    with pytest.raises(DataError, match=r"has none of frog\. Add some"):
+        loaded(name=photos(tmp_path / "more", train__cat=2, train__dog=2, test__cat=1, test__frog=1))
+    # A class that is not evaluated keeps its number.
+    found = loaded(name=photos(tmp_path / "less", train__cat=2, train__dog=2, train__frog=2, test__cat=1, test__frog=1))
+    assert found.classes == ("cat", "dog", "frog") and found.eval["label"][:] == [0, 2]
+    both = datasets.DatasetDict(
+        train=dataset(4).cast_column("label", datasets.ClassLabel(names=["cat", "dog"])),
+        test=dataset(4).cast_column("label", datasets.ClassLabel(names=["dog", "cat"])),
+    )
+    both.save_to_disk(tmp_path / "swapped")
+    with pytest.raises(DataError, match="number their classes differently"):
+        loaded(name=str(tmp_path / "swapped"))
 
 
 @pytest.mark.parametrize(
@@ -124,6 +178,14 @@ def test_augmentation_depends_on_the_example_not_on_what_was_read_before(tmp_pat
     torch.set_rng_state(before)
     examples[(2, 5)]
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("policy", ["foo", "rand-q9", "rand-m9x", "augmix-q9"])
+def test_policies_that_timm_does_not_know(tmp_path, policy):
+    config = tiny(tmp_path, augmentation={"auto_augment": policy})
+    splits = load_splits(config.data)
+    with pytest.raises(OptionError, match=f"auto_augment to be a policy of timm.*found '{policy}'"):
+        make_loaders(config, splits, build_model(config, splits), 1)
 
 
 def test_batches_that_cannot_be_shared_out(tmp_path):

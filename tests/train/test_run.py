@@ -20,7 +20,7 @@ from solver_plugins.train.evaluate import evaluate
 from solver_plugins.train.models import build_model
 from solver_plugins.train.processes import end_processes, make_accelerator
 from solver_plugins.train.run import finetune
-from tests.train.runs import VIT, tiny, weights
+from tests.train.runs import DIGITS, VIT, tiny, weights
 
 DOUBLE = {"spec": "timm/test_vit", "args": VIT, "dtype": "float64"}
 
@@ -53,6 +53,27 @@ def test_exports_are_what_was_evaluated(finished):
     # The solver's weights are those of the plain network, under the same names.
     assert timm.create_model("test_vit", num_classes=10, **VIT).load_state_dict(weights(folder))
     assert results["solver"]["count"] == 37 and results["solver"]["steps"] == 8
+
+
+def test_exports_know_their_classes_and_how_images_are_prepared(tmp_path):
+    """So that timm's own way to prepare an image for a loaded model is the one that it was trained with."""
+    finetune(
+        tiny(
+            tmp_path / "run", baseline=True, model={"spec": "timm/test_resnet", "args": {"in_chans": 1}},
+            solver={"name": "proxgd", "iters": 2, "pattern": "all", "targets": ["conv1"]},
+            data={**DIGITS, "image_size": 24, "mean": [0.3], "std": [0.2]},
+        )
+    )  # fmt: skip
+    folder = tmp_path / "run"
+    for model in (
+        solver_plugins.load(folder / "solver" / "model"),
+        timm.create_model(f"local-dir:{folder / 'solver' / 'model'}", pretrained=True),
+        timm.create_model(f"local-dir:{folder / 'baseline' / 'model'}", pretrained=True),
+    ):
+        data = timm.data.resolve_model_data_config(model)
+        assert tuple(data["input_size"]) == (1, 24, 24) and data["crop_pct"] == 1.0
+        assert (tuple(data["mean"]), tuple(data["std"])) == ((0.3,), (0.2,))
+        assert model.pretrained_cfg["label_names"] == [str(digit) for digit in range(10)]
 
 
 def test_rows_report_and_tracker(finished):
