@@ -1,5 +1,7 @@
 """Examples as a model takes them: columns found, labels checked, images transformed, texts tokenised, batches made."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,12 @@ class Splits:
     is_text: bool
     label: str
     classes: tuple[str, ...]
+
+    def identity(self) -> dict[str, Any]:
+        """Returns what tells these examples from others: their number, their classes, and their labels in order."""
+        both = [[str(one) for one in split[self.label]] for split in (self.train, self.eval)]
+        labels = hashlib.sha256(json.dumps(both).encode()).hexdigest()
+        return {"train": len(self.train), "eval": len(self.eval), "classes": list(self.classes), "labels": labels}
 
 
 def load_splits(config: DataSection) -> Splits:

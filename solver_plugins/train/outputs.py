@@ -10,6 +10,7 @@ from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import OutputError
 
 CONFIG = "config.yaml"
+DATA = "data.json"
 RESULTS = "results.json"
 REPORT = "report.html"
 METRICS = "metrics.jsonl"
@@ -46,18 +47,46 @@ def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
         _check_same(config, place)
 
 
-def start_output(config: FinetuneConfig, resume: bool) -> None:
-    """Makes the folder of a checked run, empty but for its config; one that is continued stays as it is."""
+def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
+    """Checks that a run that is continued goes on with the examples it began with.
+
+    Raises:
+        OutputError: If there are others.
+    """
+    place = Path(config.output).expanduser()
+    try:
+        before = json.loads((place / DATA).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # Nothing was begun.
+        return
+    different = [key for key in data if data[key] != before.get(key)]
+    if different:
+        told = ", ".join(f"{key} {before.get(key)} there, {data[key]} now" for key in different if key != "labels")
+        raise OutputError(
+            f"The run in {str(place)!r} was begun with other examples ({told or 'their labels differ'}), so it cannot "
+            "be continued; restore the data, or use --overwrite."
+        )
+
+
+def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> None:
+    """Makes the folder of a checked run, empty but for its config and what is known of its data.
+
+    One that is continued stays as it is.
+    """
     place = Path(config.output).expanduser()
     if (place / CONFIG).is_file():
         if resume:
+            if not (place / DATA).is_file():
+                # Killed between the two.
+                write_whole(place / DATA, json.dumps(data))
             return
         # The config last: what is left of an interrupted removal is a run still.
-        for name in (*ARMS, "logs", RESULTS, REPORT, CONFIG):
+        for name in (*ARMS, "logs", RESULTS, REPORT, DATA, CONFIG):
             path = place / name
             shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
     place.mkdir(parents=True, exist_ok=True)
     write_whole(place / CONFIG, config.to_yaml())
+    write_whole(place / DATA, json.dumps(data))
 
 
 def _check_same(config: FinetuneConfig, place: Path) -> None:

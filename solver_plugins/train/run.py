@@ -25,6 +25,7 @@ from solver_plugins.train.outputs import (
     REPORT,
     RESULT,
     RESULTS,
+    check_data,
     check_output,
     start_output,
     write_whole,
@@ -63,7 +64,10 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
         accelerator = make_accelerator(config)
         splits = load_splits(config.data)
         folder = Path(config.output).expanduser()
+        data = splits.identity()
         _in_first_process(accelerator, lambda: check_output(config, resume, overwrite))
+        if resume:
+            _in_first_process(accelerator, lambda: check_data(config, data))
         results: dict[str, dict[str, Any]] = {}
         for name in arms_of(config):
             done = _finished(folder / name) if resume else None
@@ -72,7 +76,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
                 arm = _Arm(config, accelerator, splits, folder / name, name)
                 if not results:
                     # Not before the model is built and converted: a mistake in the config leaves no folder behind.
-                    _in_first_process(accelerator, lambda: start_output(config, resume))
+                    _in_first_process(accelerator, lambda: start_output(config, resume, data))
                 done = arm.train(resume)
             results[name] = done
         if accelerator.is_main_process:

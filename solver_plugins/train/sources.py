@@ -1,5 +1,6 @@
 """Where examples come from: the embedded digits, folders, files, and the hub, all through ``datasets``."""
 
+import difflib
 import glob
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,15 @@ def _explained(config: DataSection, split: str, error: Exception) -> DataError:
         )
     return DataError(
         f"Cannot load the split {split!r} of {config.name!r}: {type(error).__name__}: {lines[0]} Looked for a folder "
-        f"or file of that name, in the cache of Hugging Face, and on its hub. {_options()}"
+        f"or file of that name, in the cache of Hugging Face, and on its hub.{_folders_like(config.name)} {_options()}"
     )
+
+
+def _folders_like(name: str) -> str:
+    folder = Path(name).expanduser().parent
+    there = [str(path) for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
+    near = difflib.get_close_matches(name, there, n=1)
+    return f" Did you mean the folder {near[0]!r}?" if near else ""
 
 
 def _options() -> str:

@@ -137,6 +137,14 @@ def test_missing_hub_data_set_says_where_it_looked(monkeypatch):
         loaded(name="nobody/nothing-of-this-name")
 
 
+def test_a_misspelled_folder_is_recognised(tmp_path, monkeypatch):
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(DataError, match="Did you mean the folder 'photos'"):
+        loaded(name="photoz")
+
+
 def test_labels_that_do_not_fit(tmp_path):
     datasets.DatasetDict(train=dataset(6, 2), test=dataset(6, 3)).save_to_disk(tmp_path / "both")
     with pytest.raises(DataError, match="2 classes of the training split; found 2"):

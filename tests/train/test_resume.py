@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from solver_plugins.train import CheckpointError
+from solver_plugins.train import CheckpointError, OutputError
 from solver_plugins.train.run import finetune
 from tests.train.runs import everything, run_as, spawning, tiny, weights
 
@@ -33,6 +33,22 @@ def reference(tmp_path_factory):
     start = time.monotonic()
     finetune(everything(folder))
     return folder, time.monotonic() - start
+
+
+def test_other_examples_are_not_gone_on_with(tmp_path):
+    config = tiny(tmp_path / "run")
+    finetune(config)
+    (tmp_path / "run" / "solver" / "result.json").unlink()
+    known = json.loads((tmp_path / "run" / "data.json").read_text())
+    assert (known["train"], known["eval"], len(known["classes"])) == (64, 37, 10)
+    for change, told in (({"train": 69}, "train 69 there, 64 now"), ({"labels": "other"}, "their labels differ")):
+        (tmp_path / "run" / "data.json").write_text(json.dumps({**known, **change}))
+        with pytest.raises(OutputError, match=f"{told}.*restore the data, or use --overwrite"):
+            finetune(config, resume=True)
+    # A run that was killed before it was written, or is older.
+    (tmp_path / "run" / "data.json").unlink()
+    finetune(config, resume=True)
+    assert json.loads((tmp_path / "run" / "data.json").read_text()) == known
 
 
 def killed_runs(folder, seconds, kills, seed):
