@@ -25,6 +25,23 @@ TESTED_ELSEWHERE = {
 }
 """Pages whose results are checked, too, by a test that runs all their blocks."""
 SETUP = {
+    "docs/finetuning.md": """
+        from pathlib import Path
+        from PIL import Image
+        from solver_plugins.train import FinetuneConfig
+        from solver_plugins.train.run import finetune
+
+        for split in ("train", "test"):
+            for name in ("cat", "dog"):
+                folder = Path("photos", split, name)
+                folder.mkdir(parents=True)
+                for number in range(4):
+                    Image.new("RGB", (32, 32), (60 * number, 90, 120)).save(folder / f"{number}.jpg")
+        solver = {"name": "proxgd", "iters": 2, "pattern": "all", "targets": ["conv1"]}
+        run = {"model": {"spec": "timm/test_resnet"}, "solver": solver, "data": {"name": "photos", "image_size": 32}}
+        run |= {"baseline": False, "epochs": 1, "batch_size": 4, "output": "runs/photos"}
+        finetune(FinetuneConfig.parse(run))
+    """,
     "docs/performance.md": """
         import torch
         from torch import nn
