@@ -1,21 +1,18 @@
 """Layers as solvers: functions of their weights, and modules that stay the layers they were."""
 
-from solver_plugins.blocks.base import SolverBlock, install_block, remove_block
+from solver_plugins.blocks.block import SolverBlock
 from solver_plugins.blocks.calibration import calibrate, set_blend
-from solver_plugins.blocks.chain import ChainBlock, Outlet, Partner, install_chain, partner_of, remove_chain, scope_of
 from solver_plugins.blocks.classes import SolverConv1d, SolverConv2d, SolverConv3d, SolverLinear
+from solver_plugins.blocks.dropout import PassThrough, RoutedDropout, pass_through, route
 from solver_plugins.blocks.functional import solve_layer, solver_conv1d, solver_conv2d, solver_conv3d, solver_linear
-from solver_plugins.blocks.layer import LayerBlock
-from solver_plugins.blocks.made import take_off
-from solver_plugins.blocks.passthrough import PassThrough, RoutedDropout, install_pass_through, install_route
+from solver_plugins.blocks.install import blocks_of, guard, install_block, link_between, restore
+from solver_plugins.blocks.link import Link
+from solver_plugins.blocks.outlet import Outlet
 from solver_plugins.blocks.refresh import cache_gram, refresh_steps
-from solver_plugins.blocks.stepsize import TrackedStep
 
 __all__ = [
-    "ChainBlock",
-    "LayerBlock",
+    "Link",
     "Outlet",
-    "Partner",
     "PassThrough",
     "RoutedDropout",
     "SolverBlock",
@@ -23,23 +20,20 @@ __all__ = [
     "SolverConv2d",
     "SolverConv3d",
     "SolverLinear",
-    "TrackedStep",
+    "blocks_of",
     "cache_gram",
     "calibrate",
+    "guard",
     "install_block",
-    "install_chain",
-    "install_pass_through",
-    "install_route",
-    "partner_of",
+    "link_between",
+    "pass_through",
     "refresh_steps",
-    "remove_block",
-    "remove_chain",
-    "scope_of",
+    "restore",
+    "route",
     "set_blend",
     "solve_layer",
     "solver_conv1d",
     "solver_conv2d",
     "solver_conv3d",
     "solver_linear",
-    "take_off",
 ]

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from solver_plugins.blocks.layer import LayerBlock, check_blend
-from solver_plugins.errors import InputError, OptionError
+from solver_plugins.blocks.block import SolverBlock
+from solver_plugins.blocks.install import require_blocks
+from solver_plugins.blocks.scale import check_blend
+from solver_plugins.errors import InputError
 from solver_plugins.registry import SOLVERS
 
 LARGEST_GAIN = 1e3
@@ -97,7 +99,7 @@ def calibrate(
         InputError: If there is no batch, or something else in place of a list of them; if some block never ran, or its
             output is not finite. The model is as it was then, as after every other error.
     """
-    blocks = _blocks_of(model)
+    blocks = require_blocks(model)
     if isinstance(batches, (Tensor, str, bytes, Mapping)) or not isinstance(batches, Iterable):
         one = " For a single batch, pass [batch]." if isinstance(batches, (Tensor, Mapping)) else ""
         raise InputError(
@@ -134,19 +136,10 @@ def set_blend(model: nn.Module, blend: float) -> None:
     Raises:
         OptionError: If the model has no solver block, or the blend is not in [0, 1].
     """
-    blocks = _blocks_of(model)
+    blocks = require_blocks(model)
     check_blend(blend)
     for block in blocks.values():
         block.set_blend(blend)
-
-
-def _blocks_of(model: nn.Module) -> dict[str, LayerBlock]:
-    if not isinstance(model, nn.Module):
-        raise OptionError(f"Expected a converted model; found {type(model).__name__}.")
-    blocks = {name: module for name, module in model.named_modules() if isinstance(module, LayerBlock)}
-    if not blocks:
-        raise OptionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
-    return blocks
 
 
 def _run_model(model: nn.Module, batch: Any) -> Any:
@@ -163,7 +156,7 @@ def _pass(model: nn.Module, batches: list[Any], run: Callable[[nn.Module, Any], 
 
 @contextlib.contextmanager
 def _observed(
-    model: nn.Module, blocks: dict[str, LayerBlock], observers: Mapping[str, Any], solver: Any
+    model: nn.Module, blocks: dict[str, SolverBlock], observers: Mapping[str, Any], solver: Any
 ) -> Iterator[None]:
     """Puts observers (and another solver) into the blocks, in evaluation mode, and everything back afterwards."""
     modes = {module: module.training for module in model.modules()}

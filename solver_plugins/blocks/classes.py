@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from solver_plugins.blocks.base import SolverBlock
+from solver_plugins.blocks.block import SolverBlock
 from solver_plugins.blocks.functional import Size
 from solver_plugins.blocks.run import Activation, OutputKind, make_solver
 from solver_plugins.solvers import Solver

@@ -43,6 +43,8 @@ def normalised(norm: nn.Module, input: Tensor) -> Tensor:
 def running_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
     """Returns ``gamma / sqrt(var + eps)`` with the running variance (ones where none is kept)."""
     bn: Any = norm
+    if is_frozen(norm):
+        return _frozen_diagonal(norm, dtype)
     if bn.running_var is None:
         like = next(iter((*bn.parameters(), *bn.buffers())), torch.empty(0))
         var = torch.ones(bn.num_features, device=like.device)
@@ -67,7 +69,9 @@ def reference_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
 def diagonal_of(norm: nn.Module, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the diagonal that the norm applies to ``y`` in its present mode, differentiable."""
     bn: Any = norm
-    if isinstance(norm, _BatchNorm) and (bn.training or bn.running_var is None):
+    if is_frozen(norm):
+        return _frozen_diagonal(norm, dtype)
+    if bn.training or bn.running_var is None:
         y = y.to(dtype)
         group = _group(norm)
         var = y.var(_all_but_features(y), correction=0) if group is None else synchronised_variance(y, group)
@@ -75,6 +79,19 @@ def diagonal_of(norm: nn.Module, y: Tensor, dtype: torch.dtype) -> Tensor:
         var = bn.running_var.to(dtype)
     scale = torch.rsqrt(var + bn.eps)
     return scale if bn.weight is None else scale * bn.weight.to(dtype)
+
+
+def _frozen_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
+    """Returns the diagonal of a frozen norm, from its own formula where it does not say its ``eps``."""
+    bn: Any = norm
+    if hasattr(norm, "eps"):
+        return torch.rsqrt(bn.running_var.to(dtype) + bn.eps) * bn.weight.to(dtype)
+    # transformers writes its eps into the forward. The norm is affine, y -> d y + e: two looks tell d.
+    plain = getattr(type(norm), "plain_class", type(norm))
+    device = bn.running_var.device
+    widest = torch.float32 if device.type == "mps" else torch.float64
+    zeros = torch.zeros(1, len(bn.running_var), 1, 1, dtype=widest, device=device)
+    return (plain.forward(bn, zeros + 1) - plain.forward(bn, zeros)).flatten().to(dtype)
 
 
 def synchronised_variance(y: Tensor, group: Any) -> Tensor:

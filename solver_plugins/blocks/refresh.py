@@ -2,8 +2,7 @@
 
 from torch import Tensor, nn
 
-from solver_plugins.blocks.layer import LayerBlock
-from solver_plugins.blocks.stepsize import TrackedStep
+from solver_plugins.blocks.install import require_blocks
 from solver_plugins.errors import OptionError, SolverPluginsError
 
 
@@ -25,7 +24,7 @@ def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float
         OptionError: If there is no block in the module, or the method is unknown.
         WeightError: If some weights are not finite, naming the block; no block is changed then.
     """
-    blocks = _blocks(module)
+    blocks = require_blocks(module)
     computed = {}
     for name, block in blocks.items():
         try:
@@ -49,24 +48,13 @@ def cache_gram(module: nn.Module) -> list[str]:
 
     Returns:
         The names of the blocks that keep one ("" for a block itself); see
-        :meth:`solver_plugins.blocks.LayerBlock.cache_gram` for which those are.
+        :meth:`solver_plugins.blocks.SolverBlock.cache_gram` for which those are.
 
     Raises:
         OptionError: If there is no block in the module, or one is in training mode; no block is changed then.
     """
-    blocks = {name: block for name, block in _blocks(module).items() if isinstance(block, LayerBlock)}
+    blocks = require_blocks(module)
     training = [name for name, block in blocks.items() if block.training]
     if training:
         raise OptionError(f"A Gram matrix is kept in evaluation only; call eval() first (block {training[0]!r}).")
     return [name for name, block in blocks.items() if block.cache_gram()]
-
-
-def _blocks(module: nn.Module) -> dict[str, TrackedStep]:
-    if not isinstance(module, nn.Module):
-        raise OptionError(f"Expected a solver block or a model that contains one; found {type(module).__name__}.")
-    blocks = {name: block for name, block in module.named_modules() if isinstance(block, TrackedStep)}
-    if not blocks:
-        raise OptionError(
-            f"Expected a solver block or a model that contains one; found {type(module).__name__} without any."
-        )
-    return blocks

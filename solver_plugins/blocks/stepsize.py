@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.made import Shell
+from solver_plugins.blocks.shell import Shell
 from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning, warn
 from solver_plugins.operators import (
     Geometry,

@@ -61,10 +61,10 @@ def inspect(
     SOLVERS.get(solver).from_options(iters=iters, **options)
     made = load_model(model, pretrained, **_pairs(model_arg, "--model-arg"))
 
-    from solver_plugins.blocks import TrackedStep
+    from solver_plugins.blocks import blocks_of
     from solver_plugins.surgery import inspect_model, solver_report
 
-    if any(isinstance(module, TrackedStep) for module in made.modules()):
+    if blocks_of(made):
         if figure is not None:
             raise OptionError("--figure draws the dry run of a conversion, and this model is converted already.")
         _show(solver_report(made), as_json)

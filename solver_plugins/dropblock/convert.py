@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from solver_plugins.blocks.made import Shell, made_class, take_off
+from solver_plugins.blocks.shell import Shell, made_class, take_off
 from solver_plugins.dropblock.layers import structured_dropout
 from solver_plugins.dropblock.report import DropoutReport, DropoutRow
 from solver_plugins.dropblock.retain import check_divides

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from solver_plugins.blocks import ChainBlock, SolverBlock
+from solver_plugins.blocks import blocks_of
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.integrations.errors import LoadingError
 from solver_plugins.integrations.heads import HeadRecord
@@ -71,7 +71,7 @@ def read_additions(data: Any, source: str) -> tuple[Conversion | None, HeadRecor
 
 def is_converted(model: nn.Module) -> bool:
     """Whether a model holds a solver block."""
-    return any(isinstance(module, (SolverBlock, ChainBlock)) for module in model.modules())
+    return bool(blocks_of(model))
 
 
 def replay(model: nn.Module, conversion: Conversion, source: str) -> nn.Module:

@@ -17,7 +17,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import blocks_of
 from solver_plugins.equilibrium import DeepOptEq
 from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations.errors import LoadingError
@@ -78,7 +78,7 @@ class SolverPluginsQuantizer(HfQuantizer):
         # Entered again for this very model: names may have changed with the head.
         remove_from_config(model)
         _replay(model, conversion)
-        if any(isinstance(module, TrackedStep) for module in model.modules()):
+        if blocks_of(model):
             note_conversion(model)
         if hooked:
             accelerate_dispatch(model, None, model.hf_device_map, None, None, False)

@@ -9,22 +9,20 @@ import torch
 from torch import nn
 
 from solver_plugins.blocks import (
-    ChainBlock,
-    LayerBlock,
     PassThrough,
     RoutedDropout,
     SolverBlock,
+    guard,
     install_block,
-    install_chain,
-    install_pass_through,
-    install_route,
-    partner_of,
-    scope_of,
+    link_between,
+    pass_through,
+    restore,
+    route,
 )
 from solver_plugins.config import StrictConfig
 from solver_plugins.prox import PRIORS, make_prior, prox_for
 from solver_plugins.registry import SOLVERS
-from solver_plugins.surgery.convert import refuse_wrapped, restore
+from solver_plugins.surgery.convert import refuse_wrapped, scope_of
 from solver_plugins.surgery.errors import ConversionError
 from solver_plugins.surgery.model_config import enter_into_config, refuse_quantized
 
@@ -43,7 +41,6 @@ class BlockRecord(StrictConfig):
         default_factory=dict, description="The prior's parameters; JSON has no infinite numbers, so these are words."
     )
     partner: str | None = pydantic.Field(None, description="Name of the activation module whose parameters it reads.")
-    shared: bool = pydantic.Field(False, description="Whether the host, an activation, serves others, too.")
     routed: bool = pydantic.Field(False, description="Whether it undoes a dropout that serves others, too.")
     blend: float = pydantic.Field(1.0, ge=0, le=1, description="How much of the solver there is.")
     gain: tuple[float, ...] | None = pydantic.Field(None, description="Calibrated factors, one per output feature.")
@@ -68,7 +65,7 @@ def conversion_of(model: nn.Module) -> Conversion:
     names = {id(module): name for name, module in model.named_modules()}
     blocks, passed_over, routed = [], [], []
     for name, module in model.named_modules():
-        if isinstance(module, (SolverBlock, ChainBlock)):
+        if isinstance(module, SolverBlock):
             blocks.append(_record(name, module, names))
         elif isinstance(module, PassThrough):
             passed_over.append(name)
@@ -106,23 +103,21 @@ def apply_conversion(model: nn.Module, conversion: Conversion) -> nn.Module:
                 prior = make_prior(block.prior, **given)
             else:
                 prior = prox_for(modules[block.partner])
-            made: LayerBlock
-            if block.role == "layer":
-                made = install_block(modules[block.layer], prior, solver)
-            else:
-                layer, host = modules[block.layer], partner_of(block.host, modules)
-                norm = None if block.norm is None else partner_of(block.norm, modules)
-                scope = scope_of((block.layer, block.host), modules)
-                made = install_chain(layer, host, block.role, norm, prior, solver, block.shared, scope)
+            link = None
+            if block.role != "layer":
+                scope = scope_of(model, block.layer, block.host)
+                link = link_between(modules, block.layer, block.host, block.role, block.norm, scope)
+            made = install_block(modules[block.layer], prior, solver, link)
             made.routed = block.routed
         settle_conversion(model, conversion)
         for name in conversion.passed_over:
-            install_pass_through(modules[name])
+            pass_through(modules[name])
         for name in conversion.routed:
-            install_route(modules[name])
+            route(modules[name])
     except BaseException:
         restore(model)
         raise
+    guard(model)
     note_conversion(model)
     return model
 
@@ -148,7 +143,7 @@ def settle_conversion(model: nn.Module, conversion: Conversion) -> None:
     modules = dict(model.named_modules())
     for block in conversion.blocks:
         made = modules[block.layer]
-        assert isinstance(made, LayerBlock)
+        assert isinstance(made, SolverBlock)
         gain, shift = (
             None if row is None else torch.tensor(row, dtype=torch.float64) for row in (block.gain, block.shift)
         )
@@ -156,14 +151,13 @@ def settle_conversion(model: nn.Module, conversion: Conversion) -> None:
         made.set_blend(block.blend)
 
 
-def _record(name: str, block: SolverBlock | ChainBlock, names: dict[int, str]) -> BlockRecord:
+def _record(name: str, block: SolverBlock, names: dict[int, str]) -> BlockRecord:
     solver, prior, host = block.solver, block.prior, name
     role: Literal["layer", "norm", "norm-activation", "activation"] = "layer"
-    norm, shared = None, False
-    if isinstance(block, ChainBlock):
-        outlet = block.outlet.module
-        role, host, shared = block.role, names[id(outlet)], bool(getattr(outlet, "shared", False))
-        norm = None if block.norm is None else names[id(block.norm.module)]
+    norm = None
+    if block.link is not None:
+        role, host = block.link.role, names[id(block.link.outlet.module)]
+        norm = None if block.link.norm is None else names[id(block.link.norm.module)]
     partner = names.get(id(getattr(prior, "module", None)))
     parameters: dict[str, Any] = {}
     if partner is None:
@@ -189,7 +183,6 @@ def _record(name: str, block: SolverBlock | ChainBlock, names: dict[int, str]) -
         prior=prior.name,
         parameters=parameters,
         partner=partner,
-        shared=shared,
         routed=block.routed,
         blend=1.0 if block.blend is None else float(block.blend),
         gain=None if block.channel_gain is None else tuple(block.channel_gain.tolist()),

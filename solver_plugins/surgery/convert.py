@@ -10,24 +10,16 @@ import torch
 from torch import nn
 
 from solver_plugins.blocks import (
-    ChainBlock,
-    LayerBlock,
-    PassThrough,
-    RoutedDropout,
     SolverBlock,
-    TrackedStep,
+    guard,
     install_block,
-    install_chain,
-    install_pass_through,
-    install_route,
-    partner_of,
-    remove_block,
-    remove_chain,
-    scope_of,
-    take_off,
+    link_between,
+    pass_through,
+    restore,
+    route,
 )
-from solver_plugins.blocks.chain import Role
-from solver_plugins.blocks.layer import check_blend
+from solver_plugins.blocks.link import Role
+from solver_plugins.blocks.scale import check_blend
 from solver_plugins.config import unknown_option
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import prox_for
@@ -143,16 +135,17 @@ def convert_model(
         passed_over, routed = _taken_over(plan)
         for one in plan.selection.chosen:
             with naming(one.block.name):
-                layer = _install(one.block, modules, plan.solver_for(one))
+                layer = _install(model, one.block, modules, plan.solver_for(one))
             layer.routed = one.block.name in routed
             layer.set_blend(blend)
         for name in passed_over:
-            install_pass_through(modules[name])
+            pass_through(modules[name])
         for name in routed.values():
-            install_route(modules[name])
+            route(modules[name])
     except BaseException:
         restore(model)
         raise
+    guard(model)
     from solver_plugins.surgery.conversion import note_conversion  # That module imports this one.
 
     note_conversion(model)
@@ -269,7 +262,7 @@ def _taken_over(plan: Plan) -> tuple[list[str], dict[str, str]]:
     return [name for name in names if name not in routed.values()], routed
 
 
-def _install(block: Block, modules: dict[str, nn.Module], solver: Solver) -> LayerBlock:
+def _install(model: nn.Module, block: Block, modules: dict[str, nn.Module], solver: Solver) -> SolverBlock:
     """Puts a solver into a layer, and an outlet where its argument is complete: its norm, or its activation."""
     prior = block.prior
     assert prior is not None
@@ -278,29 +271,28 @@ def _install(block: Block, modules: dict[str, nn.Module], solver: Solver) -> Lay
         prior = prox_for(modules[block.activation.name])
     if block.host == "linear":
         return install_block(modules[block.name], prior, solver)
-    norm = None if block.norm is None else partner_of(block.norm.name, modules)
     role: Role = "activation"
     if block.host == "norm":
         role = "norm-activation" if block.norm is not None and block.norm.holds_activation else "norm"
-    layer, outlet = modules[block.name], partner_of(block.host_name, modules)
-    shared = block.activation is not None and block.activation.ownership == "shared" and role == "activation"
-    scope = scope_of((block.name, block.host_name), modules)
-    return install_chain(layer, outlet, role, norm if role == "activation" else None, prior, solver, shared, scope)
+    norm = None if block.norm is None else block.norm.name
+    scope = scope_of(model, block.name, block.host_name)
+    link = link_between(modules, block.name, block.host_name, role, norm if role == "activation" else None, scope)
+    return install_block(modules[block.name], prior, solver, link)
 
 
-def restore(model: nn.Module) -> bool:
-    """Makes every module plain again; returns whether there was a solver."""
-    found = False
-    for module in list(model.modules()):
-        if isinstance(module, SolverBlock):
-            remove_block(module)
-            found = True
-        elif isinstance(module, ChainBlock):
-            remove_chain(module)
-            found = True
-        elif isinstance(module, (PassThrough, RoutedDropout)):
-            take_off(module)
-    return found
+def scope_of(model: nn.Module, *names: str) -> str:
+    """Returns the name of the innermost module that runs all of these, under all of their names."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    ends = {id(modules[name]) for name in names}
+    paths = [name.split(".")[:-1] for name, module in modules.items() if id(module) in ends]
+    common = list(paths[0])
+    for path in paths:
+        while common != path[: len(common)]:
+            common.pop()
+    # Lists of modules are never called; what iterates over them is.
+    while common and type(modules[".".join(common)]).forward is nn.Module.forward:
+        common.pop()
+    return ".".join(common)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -309,7 +301,7 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise OptionError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     for name, module in model.named_modules():
         _refuse_wrapper(name, module)
-        if isinstance(module, TrackedStep):
+        if isinstance(module, SolverBlock):
             raise ConversionError(f"{name or 'The model'} is converted already; call revert_model(model) first.")
         if hasattr(module, "_hf_hook"):
             raise ConversionError(

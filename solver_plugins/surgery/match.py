@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from solver_plugins.blocks import SolverBlock
-from solver_plugins.blocks.made import hides_forward
+from solver_plugins.blocks.shell import hides_forward
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators import reader_for
 from solver_plugins.surgery.graph import Graph

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import ChainBlock, LayerBlock
+from solver_plugins.blocks import SolverBlock, blocks_of
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_from_kernel
 from solver_plugins.solvers import SamplingSolver
@@ -159,7 +159,7 @@ def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"Expected a converted model; found {type(model).__name__}.")
-    found = {name: block for name, block in model.named_modules() if isinstance(block, LayerBlock)}
+    found = blocks_of(model)
     if not found:
         raise ConversionError(
             f"Expected a converted model; found {type(model).__name__} without a solver block. Convert it with "
@@ -175,7 +175,7 @@ def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
     return SolverReport(type(model).__name__, model.training, tuple(rows))
 
 
-def _row(name: str, block: LayerBlock, names: dict[int, str]) -> BlockStatus:
+def _row(name: str, block: SolverBlock, names: dict[int, str]) -> BlockStatus:
     solver, kernel = block.solver, block._kernel().detach()
     inputs, outputs = kernel.shape[1] * block.geometry.groups, kernel.shape[0]
     constant, drift = _constant(block, kernel)
@@ -184,8 +184,8 @@ def _row(name: str, block: LayerBlock, names: dict[int, str]) -> BlockStatus:
         tau = solver.tau(outputs if solver.samples == "outputs" else inputs)
     return BlockStatus(
         name=name,
-        host=names.get(id(block.outlet.module), block.outlet.name) if isinstance(block, ChainBlock) else name,
-        role=block.role if isinstance(block, ChainBlock) else "layer",
+        host=name if block.link is None else names.get(id(block.link.outlet.module), block.link.outlet.name),
+        role="layer" if block.link is None else block.link.role,
         solver=solver.name,
         iters=solver.config.iters,
         prior=block.prior.name,
@@ -201,7 +201,7 @@ def _row(name: str, block: LayerBlock, names: dict[int, str]) -> BlockStatus:
     )
 
 
-def _constant(block: LayerBlock, kernel: Tensor) -> tuple[str, float | None]:
+def _constant(block: SolverBlock, kernel: Tensor) -> tuple[str, float | None]:
     if not block._in_reach(kernel):
         return "unknown", None
     now, last, certified = block._quotient(kernel), block.power_quotient, block.certified_quotient
@@ -219,7 +219,7 @@ def _apart(one: Tensor, other: Tensor) -> bool:
     return not bool(((one - other).abs() <= 64 * torch.finfo(one.dtype).eps * other.abs()).all())
 
 
-def _step(block: LayerBlock, kernel: Tensor) -> float:
+def _step(block: SolverBlock, kernel: Tensor) -> float:
     geometry = block.geometry
     pads = () if isinstance(geometry.padding, str) else geometry.padding
     reach = [2 * d * (k - 1) + 2 for d, k in zip(geometry.dilation, kernel.shape[2:], strict=True)]

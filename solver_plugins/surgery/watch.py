@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import ChainBlock, LayerBlock, SolverBlock
+from solver_plugins.blocks import SolverBlock, blocks_of
 from solver_plugins.solvers import BlockProblem, Draws, Solver
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import read_inputs
@@ -94,13 +94,12 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
     args, kwargs = read_inputs(batch).to(device)
     watches: dict[str, _Watch] = {}
     with left_as_it_was(model), contextlib.ExitStack() as stack:
-        for name, block in model.named_modules():
-            if isinstance(block, LayerBlock):
-                watches[name] = watch = _Watch(block.solver, _hands_on_values(block))
-                stack.callback(setattr, block, "solver", block.solver)
-                block.solver = watch  # type: ignore[assignment]
-                outlet = block.outlet.module if isinstance(block, ChainBlock) else block
-                stack.callback(outlet.register_forward_hook(watch.returned).remove)
+        for name, block in blocks_of(model).items():
+            watches[name] = watch = _Watch(block.solver, _hands_on_values(block))
+            stack.callback(setattr, block, "solver", block.solver)
+            block.solver = watch  # type: ignore[assignment]
+            outlet = block if block.link is None else block.link.outlet.module
+            stack.callback(outlet.register_forward_hook(watch.returned).remove)
         try:
             with torch.no_grad():
                 model(*args, **kwargs)
@@ -114,13 +113,12 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
 
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers, modes, stashes and random states, whatever happens in between."""
+    """Puts back buffers, modes and random states, whatever happens in between."""
     modules = list(model.modules())
     modes = [module.training for module in modules]
     buffers = [dict(module._buffers) for module in modules]
     tensors = {id(one): one for own in buffers for one in own.values() if one is not None and not one.is_meta}
     values = {key: one.detach().clone() for key, one in tensors.items()}
-    stashes = [(module.stash, module.stash.take()) for module in modules if isinstance(module, ChainBlock)]
     python, numpy = random.getstate(), np.random.get_state()
     kinds = {one.device for one in tensors.values() if one.device.type not in ("cpu", "meta")}
     kind = next(iter(kinds)).type if kinds else "cuda"
@@ -132,8 +130,6 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
-            for stash, call in stashes:
-                stash.keep(call)
             with torch.no_grad():
                 for key, one in tensors.items():
                     if not _same(one, values[key]):
@@ -150,11 +146,9 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(torch.equal(one.detach().nan_to_num(), other.nan_to_num()))
 
 
-def _hands_on_values(block: LayerBlock) -> bool:
+def _hands_on_values(block: SolverBlock) -> bool:
     """Whether what it returns has gone through the activation."""
-    if isinstance(block, ChainBlock):
-        return block.role != "norm"
-    return isinstance(block, SolverBlock) and block.output == "value"
+    return block.output == "value" if block.link is None else block.link.role != "norm"
 
 
 def _check_batch(batch: Any) -> None:

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import calibrate
-from solver_plugins.blocks.stepsize import TrackedStep
+from solver_plugins.blocks import blocks_of, calibrate
 from solver_plugins.integrations.heads import attach_opteq_head
 from solver_plugins.integrations.models import ModelError, load_model
 from solver_plugins.integrations.weights import load_in_order, read_weights
@@ -156,4 +155,4 @@ def calibrated(model: nn.Module, batches: Iterable[Any], run: Any, progress: boo
 
 def has_blocks(model: nn.Module) -> bool:
     """Whether there is a solver block in a model."""
-    return any(isinstance(module, TrackedStep) for module in model.modules())
+    return bool(blocks_of(model))

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from solver_plugins import convert_model
-from solver_plugins.blocks.stepsize import TrackedStep, estimated_steps
+from solver_plugins.blocks.stepsize import SolverBlock, estimated_steps
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
     with estimated_steps():
         # Constants are not what is measured here, and certificates take longer than all the rest.
         made = convert_model(timm.create_model(arguments.model), "proxgd", 2, pattern="all").train()
-    blocks = [block for block in made.modules() if isinstance(block, TrackedStep)]
+    blocks = [block for block in made.modules() if isinstance(block, SolverBlock)]
     images = torch.randn(arguments.batch, *plain.pretrained_cfg["input_size"])
     labels = torch.randint(1000, (arguments.batch,))
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from solver_plugins import conversion_of, convert_model, save
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import SolverBlock
 from solver_plugins.integrations import SavingError
 from tests.integrations.cases import hugging_face_inputs, hugging_face_model, timm_input, timm_model
 from tests.tolerances import tolerance
@@ -69,7 +69,7 @@ def check(name, targets, folder):
     text = conversion_of(solved).to_json()
     plain, solved = with_lora(base, targets), with_lora(solved, targets)
     blocks = [m.base_layer for m in solved.modules() if hasattr(m, "base_layer")]
-    assert any(isinstance(block, TrackedStep) for block in blocks)
+    assert any(isinstance(block, SolverBlock) for block in blocks)
     for model in (plain, solved):
         torch.manual_seed(1)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
@@ -120,6 +120,6 @@ def test_a_merged_adapter_takes_the_step_sizes_along():
     merged = model.merge_and_unload().eval()
     output(merged, inputs)
     for block in merged.modules():
-        if isinstance(block, TrackedStep):
+        if isinstance(block, SolverBlock):
             before = block.L.clone()
             close(block.refresh_step(), before)

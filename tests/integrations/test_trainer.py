@@ -8,7 +8,7 @@ import transformers
 
 import solver_plugins
 from solver_plugins import SolverCallback, conversion_of, convert_model, load
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import OptionError, SolverPluginsWarning
 from solver_plugins.integrations import LoadingError
 from solver_plugins.integrations.steps import STEPS, read_steps, step_state, write_steps
@@ -116,7 +116,7 @@ def test_when_steps_are_certified(tmp_path, monkeypatch):
         return solver_plugins.refresh_steps(model, tolerance=tolerance)
 
     monkeypatch.setattr("solver_plugins.integrations.trainer.refresh_steps", refresh)
-    monkeypatch.setattr(TrackedStep, "certify_in_evaluation", False)
+    monkeypatch.setattr(SolverBlock, "certify_in_evaluation", False)
     run = trainer("bert", tmp_path, callback=SolverCallback(every_steps=3), max_steps=8, save_strategy="no",
                   eval_strategy="steps", eval_steps=5)  # fmt: skip
     run.train()
@@ -163,7 +163,7 @@ def test_bad_input(tmp_path):
     place = write_steps(model, tmp_path)
     before = constants(model)
     with torch.no_grad():
-        weight = next(m for m in model.modules() if isinstance(m, TrackedStep)).weight
+        weight = next(m for m in model.modules() if isinstance(m, SolverBlock)).weight
         weight.mul_(2)
     with pytest.raises(LoadingError, match="of other weights"):
         read_steps(model, tmp_path)

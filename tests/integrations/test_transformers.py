@@ -15,7 +15,7 @@ import transformers
 from torch import nn
 
 from solver_plugins import calibrate, conversion_of, convert_model, load, refresh_steps, revert_model, save, set_blend
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import SolverPluginsWarning
 from solver_plugins.integrations import LoadingError, SavingError
 from solver_plugins.integrations.transformers import SolverPluginsConfig, SolverPluginsQuantizer
@@ -104,7 +104,7 @@ def test_dtypes(dtype, saved):
 
 
 def _blocks(model):
-    found = [module for module in model.modules() if isinstance(module, TrackedStep)]
+    found = [module for module in model.modules() if isinstance(module, SolverBlock)]
     assert found
     return found
 
@@ -151,7 +151,7 @@ def test_another_number_of_labels(saved, caplog):
     assert output(again, hugging_face_inputs("bert")).shape == (2, 5)
     assert conversion_of(again).to_json() == conversion_of(model).to_json()
     for name, block in again.named_modules():
-        if isinstance(block, TrackedStep):
+        if isinstance(block, SolverBlock):
             before = block.L.clone()
             assert torch.equal(block.refresh_step(), before), name
 

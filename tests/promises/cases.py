@@ -16,7 +16,7 @@ from timm.models.vgg import VGG
 from torch import Tensor, nn
 
 from solver_plugins import convert_model
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import SolverBlock
 from tests.promises.small import Functional, ResidualNet, SharedReLU
 from tests.surgery import models as hugging
 
@@ -149,9 +149,9 @@ def run(made: nn.Module, model: str, dtype: torch.dtype = torch.float32, rows: s
     return result if isinstance(result, Tensor) else result.logits
 
 
-def hosts(made: nn.Module) -> dict[str, TrackedStep]:
+def hosts(made: nn.Module) -> dict[str, SolverBlock]:
     """Returns the solvers of a converted model by name."""
-    return {name: module for name, module in made.named_modules() if isinstance(module, TrackedStep)}
+    return {name: module for name, module in made.named_modules() if isinstance(module, SolverBlock)}
 
 
 def twins(model: str, solver: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module]:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from solver_plugins import convert_model, refresh_steps, revert_model
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import ConversionError
 from tests.gloo import in_two_processes
@@ -38,7 +38,7 @@ def residual():
 
 
 def steps(made):
-    return {name: block.L.clone() for name, block in made.named_modules() if isinstance(block, TrackedStep)}
+    return {name: block.L.clone() for name, block in made.named_modules() if isinstance(block, SolverBlock)}
 
 
 def train(made, batch, count=3):

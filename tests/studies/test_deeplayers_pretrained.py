@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from solver_plugins import calibrate, convert_model
-from solver_plugins.blocks import LayerBlock
+from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.studies import Cell, Context, Results, read_study_config, run_study
 from solver_plugins.studies.backbones import prepared
@@ -45,7 +45,7 @@ def begun(table, arm, seed=0):
 
 
 def blocks(model):
-    return {name: part for name, part in model.named_modules() if isinstance(part, LayerBlock)}
+    return {name: part for name, part in model.named_modules() if isinstance(part, SolverBlock)}
 
 
 def test_the_arms_of_the_short_scale():

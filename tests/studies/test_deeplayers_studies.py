@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from solver_plugins.blocks import LayerBlock
+from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import OptionError, SolverPluginsError
 from solver_plugins.studies import Cell, CellError, Context, Results, read_study_config, run_study
 from solver_plugins.studies.base import Measured
@@ -30,7 +30,7 @@ def study(made, *changes, scale="paper"):
 
 
 def blocks(model):
-    return {name: part for name, part in model.named_modules() if isinstance(part, LayerBlock)}
+    return {name: part for name, part in model.named_modules() if isinstance(part, SolverBlock)}
 
 
 def solved(made, group, arm):

@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from solver_plugins import apply_conversion, conversion_of, convert_model, revert_model
-from solver_plugins.blocks import ChainBlock
+from solver_plugins.blocks import blocks_of
+from solver_plugins.errors import SolverPluginsError
 from tests.surgery.small import Model
 
 X = torch.randn(2, 3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -47,7 +48,7 @@ def block(convs=("conv1", "conv2"), iters=3):
     plain = Model(resnet_body, **parts).double().eval()
     plain.early, plain.checkpointed = False, ""
     made = convert_model(plain, "proxgd", iters=iters, targets=list(convs), pattern="all", example_inputs=X)
-    assert made.relu.shared
+    assert made.relu.links
     return made
 
 
@@ -115,8 +116,9 @@ def test_a_recomputed_layer_leaves_nothing_behind(convs, segments):
     found = torch.autograd.grad(model(x).square().sum(), [*weights, x])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    # No module around the activation is entered here.
-    torch.testing.assert_close(resnet_body(model, X), output, rtol=1e-12, atol=1e-12)
+    # Outside of the module that holds layer and activation, nobody follows the sum.
+    with pytest.raises(SolverPluginsError, match="Call the model"):
+        resnet_body(model, X)
     model.checkpointed = ""
     torch.testing.assert_close(model(X), output, rtol=1e-12, atol=1e-12)
 
@@ -125,7 +127,7 @@ def test_a_broken_off_pass_of_a_resnet_is_forgotten():
     torch.manual_seed(0)
     x = torch.randn(2, 3, 32, 32)
     model = convert_model(torchvision.models.resnet18().eval(), "proxgd", iters=3, pattern="all", example_inputs=x)
-    chains = [module for module in model.modules() if isinstance(module, ChainBlock) and module.role == "activation"]
+    chains = [block.link for block in blocks_of(model).values() if block.link and block.link.role == "activation"]
     assert len(chains) == 8
     with torch.no_grad():
         expected = model(x)
@@ -143,7 +145,7 @@ def test_nothing_is_left_of_it_after_the_way_back():
     assert sum(map(len, before.values())) == 1
     revert_model(model)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-    assert "scope" not in vars(model.conv2) and "stash" not in vars(model.conv2)
+    assert "link" not in vars(model.conv2) and type(model) is type(block()).plain_class
 
 
 def in_threads(model, inputs, count=6):
@@ -181,7 +183,7 @@ def test_threads_with_a_private_norm():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).double().eval()
     inputs = [torch.randn(4, 3, 32, 32, dtype=torch.float64) for _ in range(2)]
     convert_model(model, "proxgd", iters=3, pattern="all", example_inputs=inputs[0])
-    assert isinstance(model[0], ChainBlock)
+    assert model[0].link is not None
     errors, difference = in_threads(model, inputs, 30)
     assert not errors and difference < 1e-9
 
@@ -192,7 +194,6 @@ def test_it_is_compiled_whole(training):
     expected = copy.deepcopy(model)(X)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(X), expected)
-    assert model.conv2.stash.call is None
     model.eval()
     expected = model(X)
     model.conv2(OTHER)

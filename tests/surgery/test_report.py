@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from solver_plugins import SolverLinear, convert_model, inspect_model, solver_report
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import prox_for
 from solver_plugins.registry import SOLVERS
@@ -20,7 +20,7 @@ from tests.surgery.test_convert import X, make
 def test_rows_totals_and_json():
     model = make()
     report = inspect_model(model, "proxsg", iters=10, example_inputs=X)
-    assert not any(isinstance(module, TrackedStep) for module in model.modules()), "a dry run changes nothing"
+    assert not any(isinstance(module, SolverBlock) for module in model.modules()), "a dry run changes nothing"
     rows = {row.name: row for row in report.rows}
     assert list(rows) == ["conv1", "conv2", "conv3", "fc1", "fc2"]
     fc1 = rows["fc1"]

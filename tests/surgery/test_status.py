@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from solver_plugins import SolverLinear, calibrate, convert_model, list_solvers, solver_report
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import OptionError
 from solver_plugins.surgery import ConversionError, RecordError
 from tests.surgery.test_convert import X, convert, make
@@ -31,7 +31,6 @@ def traces(model):
         "modes": [module.training for module in model.modules()],
         "hooks": [len(module._forward_hooks) for module in model.modules()],
         "solvers": [getattr(module, "solver", None) for module in model.modules()],
-        "stashes": [module.stash.call for module in model.modules() if hasattr(module, "stash")],
         "torch": torch.get_rng_state(),
         "numpy": np.random.get_state()[1].tolist(),
         "python": random.getstate(),
@@ -219,4 +218,4 @@ def test_bad_input():
         solver_report(model, [X, torch.zeros(4)])
     with pytest.raises(RecordError, match="found int"):
         solver_report(model, 3)
-    assert any(isinstance(module, TrackedStep) for module in model.modules())
+    assert any(isinstance(module, SolverBlock) for module in model.modules())

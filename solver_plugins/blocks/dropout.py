@@ -2,11 +2,14 @@
 
 from torch import Tensor, nn
 
-from solver_plugins.blocks.made import Shell, made_class
+from solver_plugins.blocks.link import Handed, find, put
+from solver_plugins.blocks.shell import Shell, made_class
 from solver_plugins.errors import SolverPluginsError
 
-_BEFORE = "_solver_plugins_before_dropout"
-_DONE = "_solver_plugins_already_dropped"
+_DROPPED = "dropped"
+"""The mark of what a shared dropout returns: it says what the dropout was given."""
+_DRAWN = "drawn"
+"""The mark of what a solver returns that has done the work of the dropout behind it."""
 
 
 class PassThrough(Shell):
@@ -29,9 +32,8 @@ class PassThrough(Shell):
 class RoutedDropout(Shell):
     """Mixin in front of the class of a dropout that serves solver blocks and plain layers alike.
 
-    It drops as before, and its result remembers what it was made from, so that a solver block can undo it. What a
-    coordinate solver has already drawn is handed on. Both travel with the tensor itself: whatever the order of calls, a
-    recomputed (checkpointed) pass included, no block meets another one's input.
+    It drops as before, and marks its result with what it was made from, so that a solver block can undo it. It hands on
+    what a coordinate solver has already drawn.
     """
 
     @classmethod
@@ -41,12 +43,12 @@ class RoutedDropout(Shell):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the dropout's output, unless a solver has drawn the input already."""
-        if getattr(input, _DONE, False):
+        drawn = find(input, (_DRAWN,))
+        if drawn is not None and not drawn.broken:
             return input
         output: Tensor = super().forward(input)
         # In evaluation a dropout may hand its input on, which is then its own origin.
-        setattr(output, _BEFORE, None if output is input else input)
-        return output
+        return put(output, Handed(_DROPPED, input=None if output is input else input))
 
     def extra_repr(self) -> str:
         """Returns the dropout's own line, and that some of its calls are undone."""
@@ -59,29 +61,28 @@ def undropped(input: Tensor) -> Tensor:
     Raises:
         SolverPluginsError: If it does not come from one: it would be dropped twice.
     """
-    if not hasattr(input, _BEFORE):
+    handed = find(input, (_DROPPED,))
+    if handed is None or handed.broken:
         raise SolverPluginsError(
             "Expected the very output of this block's dropout, which it shares with other layers; found another "
             "tensor. Something between them (a sharded or wrapped layer, a copy) made a new one: convert all layers "
             "that share the dropout, or leave this one out with exclude=."
         )
-    before: Tensor | None = getattr(input, _BEFORE)
-    return input if before is None else before
+    return input if handed.input is None else handed.input
 
 
 def mark_as_drawn(output: Tensor) -> Tensor:
     """Tells a routed dropout behind a coordinate solver that its work is done."""
-    setattr(output, _DONE, True)
-    return output
+    return put(output, Handed(_DRAWN))
 
 
-def install_pass_through(dropout: nn.Module) -> None:
+def pass_through(dropout: nn.Module) -> None:
     """Makes a dropout pass its input on; the object stays."""
     if not isinstance(dropout, PassThrough):
         dropout.__class__ = PassThrough.class_for(type(dropout))
 
 
-def install_route(dropout: nn.Module) -> None:
+def route(dropout: nn.Module) -> None:
     """Makes a dropout one that solver blocks can undo; the object stays."""
     if not isinstance(dropout, RoutedDropout):
         dropout.__class__ = RoutedDropout.class_for(type(dropout))

@@ -1,0 +1,404 @@
+"""The shell that turns a layer into a solver block without ceasing to be that layer."""
+
+import copy
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from solver_plugins.blocks.dropout import mark_as_drawn, undropped
+from solver_plugins.blocks.fold import diagonal_of, reference_diagonal
+from solver_plugins.blocks.link import Handed, Link, await_arrival, put
+from solver_plugins.blocks.outlet import folded_norm, repair_ends
+from solver_plugins.blocks.run import Activation, OutputKind, check_combination, check_rank, make_solver, run_block
+from solver_plugins.blocks.scale import SCALE_BUFFERS, Scaled
+from solver_plugins.blocks.segment import current_segments
+from solver_plugins.blocks.shell import hides_forward, made_class, take_off
+from solver_plugins.blocks.stepsize import STEP_BUFFERS
+from solver_plugins.errors import OptionError, SolverPluginsError, UnsupportedLayerError
+from solver_plugins.gradients import fresh_gram
+from solver_plugins.operators import (
+    Geometry,
+    LinearOperator,
+    at_rest,
+    autocast_off,
+    operator_from_kernel,
+    read_layer,
+    reader_for,
+    rescaled_bound,
+)
+from solver_plugins.prox import Prior, prox_for
+from solver_plugins.solvers import Diagnostics, Solver, working_dtype
+
+_STATE = {"geometry", "solver", "prior", "link", "routed", "observer", "output", "activation"}
+_BUFFERS = {*SCALE_BUFFERS, "residual", "gram", "diagonal_reference"}
+RESERVED = {*STEP_BUFFERS, *_STATE, *_BUFFERS}
+"""Names that a block needs for itself on its layer."""
+
+_NAMED: dict[type[nn.Module], "type[SolverBlock]"] = {}
+
+
+class SolverBlock(Scaled):
+    """Mixin in front of a layer class: the layer's output becomes the argument of the last proximal map of a solve.
+
+    The block *is* its layer: the same class (``isinstance``), the same Parameter objects, state-dict keys, hooks and
+    flags. With ``output="argument"`` (default) ``activation(block(x))`` is the solver's result, and at one iteration
+    ``block(x)`` is the plain layer's output; the activation stays where it is. With ``output="value"`` the block
+    applies the activation itself.
+
+    Behind a norm or a skip connection (appendix J of the paper) the argument is complete only at the end of a
+    :class:`~solver_plugins.blocks.link.Link`. Such a block returns what its layer returns, and the module at the end
+    of the link calls :meth:`solve_behind`.
+
+    Step sizes keep themselves up to date; see :mod:`solver_plugins.blocks.stepsize`.
+
+    Attributes:
+        solver: How it solves.
+        prior: The prior whose proximal map the activation is.
+        link: The way to the norm or activation behind which it solves; None where it solves at once.
+        output: "argument" of the activation, or its "value".
+        gram: ``A A^T`` for evaluation, from :meth:`cache_gram`; None where it is computed, or not used, in every solve.
+        diagonal_reference: The folded norm's diagonal that ``L`` is certified for.
+        routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
+    """
+
+    kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
+
+    weight: Tensor
+    bias: Any
+    solver: Solver
+    prior: Prior
+    link: Link | None
+    output: OutputKind
+    residual: Tensor
+    gram: Tensor | None
+    diagonal_reference: Tensor
+    routed: bool
+
+    def __init_subclass__(cls, layer_class: type[nn.Module] | None = None, **keywords: Any):
+        """Declares the plain class that a block class stands for, and how its weights are read."""
+        super().__init_subclass__(**keywords)
+        if layer_class is not None:
+            cls.plain_class = layer_class
+            cls.kernel_reader = staticmethod(reader_for(layer_class))
+            _NAMED[layer_class] = cls
+
+    @classmethod
+    def class_for(cls, plain: type[nn.Module]) -> "type[SolverBlock]":
+        """Returns the class of the block that a layer of this class becomes: always a subclass of it.
+
+        torch's own layers have named classes; for a subclass of them, or another library's layer, one is made.
+        """
+        if plain in _NAMED:
+            return _NAMED[plain]
+        shell = next((_NAMED[base] for base in plain.__mro__ if base in _NAMED), SolverBlock)
+        return made_class(shell, plain, "Solver", kernel_reader=staticmethod(reader_for(plain)))
+
+    @classmethod
+    def restored_class(cls, plain: type[nn.Module]) -> "type[SolverBlock]":
+        """Returns the class of a layer that was turned into a block where it stood."""
+        return _installed(cls) if _NAMED.get(plain) is cls else cls.class_for(plain)
+
+    @classmethod
+    def from_layer(
+        cls,
+        layer: nn.Module,
+        activation: Activation = None,
+        solver: str | Solver = "proxsg",
+        iters: int | None = None,
+        *,
+        output: OutputKind = "argument",
+        **options: Any,
+    ) -> Self:
+        """Makes a block out of a layer, around the very same Parameters.
+
+        Args:
+            layer: The layer; it is left as it is and shares its Parameters with the block.
+            activation: What follows the layer: a module, a function, a prior or a prior's name; None is the identity.
+            solver: A registered name (see :func:`solver_plugins.list_solvers`), or a ready solver.
+            iters: How many proximal steps (10 by default).
+            output: "argument" of the activation (default), or its "value".
+            **options: Options of the solver (``p``, ``lam``, ``formulation``, ...); an unknown one raises.
+        """
+        made = shell_for(layer, cls)
+        block: Any = made.__new__(made)
+        nn.Module.__init__(block)
+        for name, value in vars(layer).items():
+            # Containers of parameters, buffers, submodules and hooks become the block's own; their contents are shared.
+            block.__dict__[name] = copy.copy(value) if isinstance(value, (dict, set, list)) else value
+        block._set_up(activation, make_solver(solver, iters, options), output)
+        return block
+
+    def _set_up(
+        self, activation: Activation, solver: Solver, output: OutputKind = "argument", link: Link | None = None
+    ) -> None:
+        prior = prox_for(activation)
+        with at_rest(self):
+            kernel, geometry = type(self).kernel_reader(self)
+        check_combination(solver, prior, output, kernel.shape[0], kernel.shape[1] * geometry.groups, geometry)
+        check_rank(solver, prior, kernel)
+        self.geometry, self.solver, self.prior, self.output, self.link = geometry, solver, prior, output, link
+        self.routed, self.observer = False, None
+        if output == "value" and isinstance(activation, nn.Module):
+            # The block applies it, so the block owns it: its parameters train, move and save with the block.
+            self.activation = activation
+        for name in (*SCALE_BUFFERS, "gram"):
+            self.register_buffer(name, None, persistent=False)
+        for name, value in self._new_reference(kernel).items():
+            self.register_buffer(name, value, persistent=False)
+        self._register_step(kernel)
+        if solver.implicit:
+            self.register_buffer("residual", torch.zeros_like(self.L), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the solve's result (see the class's docstring)."""
+        if self.routed and self.training and self.solver.samples == "inputs":
+            input = undropped(input)
+        if self.link is not None:
+            return self._hand_over(self.link, input)
+        output = self._run(input)[0]
+        return mark_as_drawn(output) if self.routed and self.solver.samples == "outputs" else output
+
+    def _hand_over(self, link: Link, input: Tensor) -> Tensor:
+        """Returns the layer's output, marked with what the solver behind it needs."""
+        repair_ends(link, self.prior)
+        if parametrize.is_parametrized(self):
+            # Some parametrisations change with every look (spectral_norm in training): look once.
+            with parametrize.cached():
+                output, kernel = super().forward(input), self._kernel()
+        else:
+            output, kernel = super().forward(input), self._kernel()
+        if not torch.compiler.is_compiling():
+            await_arrival(link, output)
+        return put(output, Handed(link, self, input, kernel, segments=current_segments(self.training)))
+
+    def solve_behind(self, handed: Handed, argument: Tensor) -> Tensor:
+        """Returns the solver's argument in place of the plain one, behind a norm or a skip.
+
+        A norm over the batch scales the rows of ``A`` by ``d = gamma / sqrt(var + eps)``: batch statistics in training,
+        running ones in evaluation. ``L`` is certified for a reference diagonal and scaled by ``max_i (d_i/dbar_i)^2``.
+
+        Args:
+            handed: What the layer handed over.
+            argument: What the activation would get.
+        """
+        u, kernel = handed.input, handed.kernel
+        assert u is not None and kernel is not None
+        if not torch.compiler.is_compiling() and hasattr(self, "unshard") and kernel.untyped_storage().size() == 0:
+            raise SolverPluginsError(
+                f"The weight of this {type(self).__name__} was sharded again before the norm or activation behind it "
+                "ran. Shard layer and norm as one unit: fully_shard the module that holds both, or pass "
+                "reshard_after_forward=False."
+            )
+        constant = self._current_L(kernel) if self.solver.needs_constant else self.L
+        diagonal = None
+        if handed.norm is not None:
+            assert handed.normed is not None
+            diagonal = diagonal_of(handed.norm, handed.normed, constant.dtype)
+            constant = rescaled_bound(constant, diagonal.detach(), self.diagonal_reference)
+        operator = operator_from_kernel(kernel, self.geometry, u.shape, diagonal=diagonal)
+        additive = argument - operator.apply(u) if self.solver.samples == "inputs" else None
+        return run_block(
+            self.solver,
+            self.prior,
+            operator,
+            u,
+            None,
+            lambda: argument,
+            constant,
+            additive=additive,
+            dtype=argument.dtype,
+            residual=self.residual if self.solver.implicit else None,
+            gain=self.channel_gain,
+            shift=self.channel_shift,
+            blend=self.blend,
+            gram=self.gram,
+            observer=self.observer,
+            training=self.training,
+        )[0]
+
+    def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
+        """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.
+
+        Args:
+            input: The layer's input.
+            generator: Source of a sampling solver's draws; the global one by default.
+
+        Raises:
+            OptionError: If the block solves behind a norm or a skip, which only a pass of the model knows.
+        """
+        if self.link is not None:
+            raise OptionError(
+                "This block solves behind a norm or a skip connection, so its problem is only known within a pass of "
+                "the model: use solver_report(model, batch)."
+            )
+        with torch.no_grad():
+            diagnostics = self._run(input, generator, diagnose=True)[1]
+        assert diagnostics is not None
+        return diagnostics
+
+    def operator(self, input_shape: torch.Size | tuple[int, ...], diagonal: Tensor | None = None) -> LinearOperator:
+        """Returns the layer as a linear operator on inputs of one shape."""
+        return operator_from_kernel(self._kernel_at_rest(), self.geometry, input_shape, diagonal=diagonal)
+
+    def _run(
+        self, input: Tensor, generator: torch.Generator | None = None, diagnose: bool = False
+    ) -> tuple[Tensor, Diagnostics | None]:
+        if parametrize.is_parametrized(self):
+            # Some parametrisations change with every look (spectral_norm in training): look once.
+            with parametrize.cached():
+                return self._solve(input, generator, diagnose)
+        return self._solve(input, generator, diagnose)
+
+    def _solve(
+        self, input: Tensor, generator: torch.Generator | None, diagnose: bool
+    ) -> tuple[Tensor, Diagnostics | None]:
+        kernel = self._kernel()
+        operator = operator_from_kernel(kernel, self.geometry, input.shape)
+        # In training one Gram matrix serves the step size and the solve.
+        fresh = fresh_gram(self.solver, self.prior, operator, input.shape) if self.training else None
+        # First: it may find that the weights have moved, and drop the Gram matrix.
+        constant = self._current_L(kernel, fresh) if self.solver.needs_constant else self.L
+        return run_block(
+            self.solver,
+            self.prior,
+            operator,
+            input,
+            self.bias,
+            lambda: super(SolverBlock, self).forward(input),
+            constant,
+            residual=self.residual if self.solver.implicit else None,
+            gain=self.channel_gain,
+            shift=self.channel_shift,
+            blend=self.blend,
+            gram=self.gram,
+            fresh_gram=fresh,
+            observer=self.observer,
+            output=self.output,
+            training=self.training,
+            generator=generator,
+            diagnose=diagnose,
+        )
+
+    def _kernel(self) -> Tensor:
+        return type(self).kernel_reader(self)[0]
+
+    def _reference(self) -> Tensor | None:
+        return self._buffers.get("diagonal_reference")
+
+    def _new_reference(self, kernel: Tensor) -> dict[str, Tensor]:
+        norm = None if self.link is None else folded_norm(self.link)
+        return {} if norm is None else {"diagonal_reference": reference_diagonal(norm, working_dtype(kernel.dtype))}
+
+    def compute_step(self, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
+        if self.link is not None:
+            repair_ends(self.link, self.prior)
+        return super().compute_step(method, tolerance)
+
+    def cache_gram(self) -> bool:
+        """Computes ``A A^T`` once, for evaluation; returns whether that is of use to this block.
+
+        It is where ``A`` is a matrix with fewer than twice as many outputs as inputs, and the solver takes full
+        gradients in evaluation and may choose its path. The matrix is dropped by ``train()``, by loading, by a
+        refreshed step, and when the block moves to another device or dtype. Where gradients of the weight are recorded
+        it is not used. On an accelerator nothing notices weights that are written to in evaluation: call it again.
+
+        Raises:
+            OptionError: If the block is in training mode, where its weights move.
+        """
+        if self.training:
+            raise OptionError("A Gram matrix is kept in evaluation only; call eval() first.")
+        kernel = self._kernel_at_rest().detach()
+        useful = (
+            kernel.dim() == 2
+            and self._reference() is None
+            and kernel.shape[0] < 2 * kernel.shape[1]
+            and self.solver.config.iters > 1
+            and self.solver.path in (None, "auto", "gram", "masked", "columns")
+            and not (self.solver.samples == "inputs" and self.solver.samples_in_evaluation)
+            and self._in_reach(kernel)
+        )
+        if useful:
+            matrix = kernel.to(self.L.dtype)
+            with torch.no_grad(), autocast_off(kernel.device):
+                self.gram = matrix @ matrix.t()
+        return useful
+
+    def extra_repr(self) -> str:
+        """Returns the layer's own line, with activation and solver."""
+        return f"{super().extra_repr()}, activation={self.prior!r}, solver={self.solver!r}, output={self.output!r}"
+
+
+def _installed(made: type[SolverBlock]) -> type[SolverBlock]:
+    """Returns the class of a block that takes a layer's place: called with arguments it makes a plain layer.
+
+    ``SolverLinear(3, 2)`` makes a solver, as it says; ``type(model.fc)(3, 2)`` (PEFT) means a layer like that one.
+    """
+    return made_class(made, made.plain_class, "Solver") if made in _NAMED.values() else made
+
+
+def shell_for(layer: nn.Module, kind: type[SolverBlock] = SolverBlock) -> type[SolverBlock]:
+    """Returns the class that turns a layer into a block of this kind, after all checks that need only the layer.
+
+    Raises:
+        UnsupportedLayerError: If the layer cannot become one.
+    """
+    if not isinstance(layer, nn.Module):
+        raise UnsupportedLayerError(f"Expected a layer (a torch.nn.Module); found {type(layer).__name__}.")
+    if isinstance(layer, SolverBlock):
+        raise UnsupportedLayerError(
+            f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
+        )
+    if hides_forward(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
+        raise UnsupportedLayerError(
+            f"This {type(layer).__name__} has a forward of its own on the instance, which would hide the solver: an "
+            "accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "
+            "layer.compile() (make the block from a plain layer, then compile the block)."
+        )
+    taken = sorted(
+        RESERVED & (vars(layer).keys() | layer._parameters.keys() | layer._buffers.keys() | layer._modules.keys())
+    )
+    if taken:
+        raise UnsupportedLayerError(
+            f"A solver block needs the names {', '.join(sorted(RESERVED))} for itself; this {type(layer).__name__} "
+            f"has {', '.join(taken)}."
+        )
+    parametrized = parametrize.is_parametrized(layer)
+    made: Any = kind.class_for(type(layer).__bases__[0] if parametrized else type(layer))
+    if not issubclass(made, kind):
+        raise UnsupportedLayerError(
+            f"{kind.__name__} is made from a layer of its own kind; found {type(layer).__name__}."
+        )
+    read_layer(layer)
+    vars(layer).pop("forward", None)
+    if parametrized:
+        # torch reads a parametrised weight through properties of a class made for this one layer.
+        members = {**vars(type(layer)), "plain_class": type(layer)}
+        made = type(f"Parametrized{made.__name__}", (made,), members)
+    return made
+
+
+def become_block(layer: nn.Module, activation: Activation, solver: Solver, link: Link | None) -> SolverBlock:
+    """Turns a layer into a block where it stands: the object stays, only its class changes, so every reference holds.
+
+    Raises:
+        SolverPluginsError: If it cannot be one; the layer is as it was then.
+    """
+    layer.__class__ = _installed(shell_for(layer))  # type: ignore[assignment]
+    block: SolverBlock = layer  # type: ignore[assignment]
+    try:
+        block._set_up(activation, solver, link=link)
+    except BaseException:
+        become_layer(block)
+        raise
+    return block
+
+
+def become_layer(block: SolverBlock) -> nn.Module:
+    """Turns a block into its plain layer again, where it stands."""
+    for name in RESERVED:
+        if name in vars(block) or name in block._buffers or name in block._modules:
+            delattr(block, name)
+    block._forget_step()
+    return take_off(block)

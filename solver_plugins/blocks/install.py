@@ -1,0 +1,165 @@
+"""Blocks in a model: which there are, how they are put in and taken out, and whether all are still there."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from solver_plugins.blocks.block import SolverBlock, become_block, become_layer
+from solver_plugins.blocks.dropout import PassThrough, RoutedDropout
+from solver_plugins.blocks.fold import check_foldable
+from solver_plugins.blocks.link import Link, Place, Role, Scope, open_scope
+from solver_plugins.blocks.outlet import Outlet, close, open_ends
+from solver_plugins.blocks.run import Activation
+from solver_plugins.blocks.shell import hides_forward, take_off
+from solver_plugins.errors import OptionError, SolverPluginsError, UnsupportedLayerError
+from solver_plugins.solvers import Solver
+
+
+def blocks_of(model: nn.Module) -> dict[str, SolverBlock]:
+    """Returns the solver blocks of a model by name ("" for a block itself).
+
+    Raises:
+        OptionError: If it is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise OptionError(f"Expected a model or a solver block; found {type(model).__name__}.")
+    return {name: module for name, module in model.named_modules() if isinstance(module, SolverBlock)}
+
+
+def require_blocks(model: nn.Module) -> dict[str, SolverBlock]:
+    """Returns the solver blocks of a model.
+
+    Raises:
+        OptionError: If there is none.
+    """
+    blocks = blocks_of(model)
+    if not blocks:
+        raise OptionError(
+            f"Expected a converted model or a solver block; found {type(model).__name__} without a solver block."
+        )
+    return blocks
+
+
+def link_between(
+    modules: dict[str, nn.Module], layer: str, outlet: str, role: Role, norm: str | None, scope: str
+) -> Link:
+    """Returns the link from a layer to the module in which its solver will run, all by their names in a model.
+
+    Raises:
+        UnsupportedLayerError: If a module on the way cannot take its part.
+    """
+    norms = [norm] if role == "activation" else [outlet]
+    for name in norms:
+        check_foldable(None if name is None else modules[name])
+    for name in (outlet, norm, scope):
+        if name is not None and (isinstance(modules[name], SolverBlock) or hides_forward(modules[name])):
+            raise UnsupportedLayerError(
+                f"{name or 'The model'} is a solver or has a forward of its own on the instance already, so that the "
+                f"solver of {layer!r} cannot run behind it."
+            )
+    between = _place(norm, modules) if norm is not None and role == "activation" else None
+    path = scope.split(".") if scope else []
+    scopes = tuple(modules[".".join(path[:depth])] for depth in range(len(path) + 1))
+    return Link(layer, role, _place(layer, modules), _place(outlet, modules), between, scopes)
+
+
+def _place(name: str, modules: dict[str, nn.Module]) -> Place:
+    parent, _, child = name.rpartition(".")
+    return Place(modules[parent], child)
+
+
+def install_block(layer: nn.Module, activation: Activation, solver: Solver, link: Link | None = None) -> SolverBlock:
+    """Turns a layer into a block where it stands, and opens the way to where its solver runs.
+
+    Raises:
+        SolverPluginsError: If it cannot be one. The layer is as it was then; :func:`restore` closes its way.
+    """
+    if link is not None:
+        open_ends(link)
+        open_scope(link)
+    return become_block(layer, activation, solver, link)
+
+
+def restore(model: nn.Module) -> bool:
+    """Makes every module of a model plain again; returns whether there was a solver."""
+    found = False
+    for module in list(model.modules()):
+        if isinstance(module, SolverBlock):
+            become_layer(module)
+            found = True
+        elif isinstance(module, Outlet):
+            close(module)
+        elif isinstance(module, (PassThrough, RoutedDropout)):
+            take_off(module)
+        # A module may be a scope and carry the guard of the whole model.
+        if isinstance(module, Scope):
+            del module.links
+            take_off(module)
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Guard)]:
+            del module._forward_pre_hooks[key]
+    return found
+
+
+class Guard:
+    """A hook before a converted model: raises where a converted layer is no longer a part of it.
+
+    ``timm.utils.reparameterize_model`` fuses layers with their norms, and other tools replace modules that hold
+    converted layers. The network would go on without its solvers, as another function.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.blocks = blocks_of(model)
+        self.parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in self.blocks}
+        self.seen = _steps_to(model, self.blocks.values())
+
+    def __call__(self, model: nn.Module, args: Any) -> None:
+        """Looks whether every layer stands where it stood, and for those that do not, whether that is all right."""
+        if torch.compiler.is_compiling():
+            return
+        for parent, key, child in self.seen:
+            if parent._modules.get(key) is not child:
+                self._look(model)
+                return
+
+    def _look(self, model: nn.Module) -> None:
+        present = {id(module) for module in model.modules()}
+        for name, block in list(self.blocks.items()):
+            if id(block) in present:
+                continue
+            if block.link is None and id(self.parents[name]) in present:
+                # Somebody has put another layer there: a new classifier, say.
+                del self.blocks[name]
+                continue
+            raise SolverPluginsError(
+                f"The converted layer {name!r} is no longer a part of this {type(model).__name__}: it was replaced or "
+                "fused after the conversion (timm.utils.reparameterize_model?), and without its solver the network is "
+                "another function. Call revert_model(model) before such a change."
+            )
+        self.seen = _steps_to(model, self.blocks.values())
+
+
+def _steps_to(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:
+    """Returns all steps from a model to its blocks, each from a module to a child."""
+    wanted = {id(block) for block in blocks}
+    steps: list[tuple[nn.Module, str, nn.Module]] = []
+
+    def walk(module: nn.Module, seen: set[int]) -> bool:
+        leads = id(module) in wanted
+        if id(module) in seen:
+            return leads
+        seen.add(id(module))
+        for key, child in module._modules.items():
+            if child is not None and walk(child, seen):
+                steps.append((module, key, child))
+                leads = True
+        return leads
+
+    walk(model, set())
+    return steps
+
+
+def guard(model: nn.Module) -> None:
+    """Has a converted model look after its layers; see :class:`Guard`."""
+    model.register_forward_pre_hook(Guard(model))

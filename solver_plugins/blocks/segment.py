@@ -1,0 +1,45 @@
+"""Which segments of gradient checkpointing the code runs in, so that both ends of a link can be told to be in one.
+
+A segment is run again in the backward pass, by itself. A solver that runs in it, while its layer ran before it, would
+then find nothing of its layer, so this is refused in the forward pass already.
+"""
+
+import sys
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+_REENTRANT = CheckpointFunction.forward.__code__
+
+
+def current_segments(training: bool) -> tuple[Any, ...]:
+    """Returns one object for every checkpointed segment that runs in this thread, the innermost first.
+
+    Args:
+        training: Whether the module that asks is in training mode. Only then is a pass without gradients a hint at a
+            segment of the reentrant kind.
+    """
+    if torch.compiler.is_compiling():
+        return ()
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    inside = hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+    if not inside and (not training or torch.is_grad_enabled()):
+        return ()
+    # The objects themselves, not their ids: what is kept alive cannot be mistaken for a later segment.
+    found = []
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            found.append(frame.f_locals["ctx"])
+        elif frame.f_code.co_filename == _REENTRANT.co_filename:
+            # A segment of the other kind is a generator that waits for the segment's end.
+            found.extend(one for one in frame.f_locals.values() if isinstance(one, GeneratorType))
+        frame = frame.f_back
+    return tuple(found) if found or not inside else (hooks[1],)
+
+
+def left_out(segments: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether what ran in the first segments is left out when the innermost of the present ones is recomputed."""
+    return bool(now) and not any(now[0] is one for one in segments)
