@@ -16,8 +16,6 @@ from solver_plugins.errors import SolverPluginsError, did_you_mean
 
 COMMANDS: dict[str, str] = {
     "inspect": "Show what a conversion would do to a model, block by block.",
-    "coverage": "Check every model of timm and every classifier of transformers.",
-    "bench": "Measure what solver blocks cost, against plain layers and the obvious loop.",
     "patch": "Add --solver-config to training scripts of timm and transformers.",
     "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
     "study": "Repeat an experiment of the papers: table, figure and metrics.",

@@ -2,15 +2,11 @@
 
 import math
 import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from solver_plugins.errors import OptionError
 from solver_plugins.surgery import Report
-
-if TYPE_CHECKING:
-    from solver_plugins.cli.measure import Row
 
 COLOURS = {
     "dropout-linear-act": "#0072b2",
@@ -102,56 +98,6 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
     axes.set_ylabel(r"$L = \lambda_{\max}(A A^\top)$, certified")
     what = f"{title or report.model}: {len(report.converted)} of {len(report.rows)} layers become {report.solver}"
     axes.set_title(f"{what}, iters={report.options['iters']}", loc="left", fontsize=11)
-    axes.grid(axis="y", which="major", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    _save(figure, path)
-
-
-def draw_bench(rows: "Sequence[Row]", path: Path) -> None:
-    """Draws forward and backward of every layer and way in units of the plain layer, on a logarithmic axis.
-
-    Args:
-        rows: What was measured; the first row of a layer is the plain one.
-        path: The file; its ending says the format.
-
-    Raises:
-        OptionError: If the path is of another format.
-    """
-    check_figure(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if not math.isnan(row.both):
-            groups.setdefault(f"{row.case}\nbatch {row.batch}, T = {row.iterations}", []).append(row)
-    names = list(dict.fromkeys(row.variant for members in groups.values() for row in members[1:]))
-    colours = list(COLOURS.values())
-    figure = Figure(figsize=(max(7.0, 2 + 1.6 * len(groups)), 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    width = 0.8 / max(1, len(names))
-    for place, name in enumerate(names):
-        points = [
-            (group + (place - (len(names) - 1) / 2) * width, row.both / members[0].both)
-            for group, members in enumerate(groups.values())
-            for row in members[1:]
-            if row.variant == name
-        ]
-        places, heights = zip(*points, strict=True)
-        axes.bar(places, heights, width=width, color=colours[place % len(colours)], label=name)
-    for at, members in enumerate(groups.values()):
-        axes.plot([at - 0.45, at + 0.45], [members[0].counted] * 2, color="#000000", linewidth=1, linestyle=":")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leading(value) in (2, 5) else ""))
-    axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
-    axes.set_ylabel("forward + backward, in units of the plain layer")
-    axes.set_title("Solver blocks; dotted: multiply-adds of the cheapest exact path", loc="left", fontsize=11)
     axes.grid(axis="y", which="major", color="#dddddd", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):

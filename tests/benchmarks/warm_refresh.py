@@ -14,7 +14,8 @@ import torch
 from torch.nn import functional
 
 from solver_plugins import convert_model
-from solver_plugins.blocks.stepsize import TrackedStep, estimated_steps
+from solver_plugins.blocks.stepsize import TrackedStep
+from tests.coverage.steps import rough_steps
 
 
 def main() -> None:
@@ -27,7 +28,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     plain = timm.create_model(arguments.model).train()
-    with estimated_steps():
+    with rough_steps():
         # Constants are not what is measured here, and certificates take longer than all the rest.
         made = convert_model(timm.create_model(arguments.model), "proxgd", 2, pattern="all").train()
     blocks = [block for block in made.modules() if isinstance(block, TrackedStep)]

@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from solver_plugins.integrations.coverage.result import CHECKS, ITERS, TOLERANCE
 from solver_plugins.surgery import PATTERNS
+from tests.coverage.result import CHECKS, ITERS, TOLERANCE
 
 Result = Mapping[str, Any]
 _LIBRARIES = ("timm", "transformers")

@@ -12,17 +12,17 @@ from torch import nn
 
 from solver_plugins import SolverLinear
 from solver_plugins.blocks import chain
-from solver_plugins.blocks.stepsize import estimated_steps
-from solver_plugins.cli import main
 from solver_plugins.gradients import products
-from solver_plugins.integrations.coverage import checks, passes, run, same, table, transformers_models, weights
-from solver_plugins.integrations.coverage.reference import solve
-from solver_plugins.integrations.coverage.result import CHECKS, Case, Row
-from solver_plugins.integrations.coverage.run import Limits, Task, run_task
-from solver_plugins.integrations.coverage.sample import CI, tasks
 from solver_plugins.operators.conv import ConvMap
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import convert as surgeon
+from tests.coverage import checks, passes, run, same, table, transformers_models, weights
+from tests.coverage.__main__ import main
+from tests.coverage.reference import solve
+from tests.coverage.result import CHECKS, Case, Row
+from tests.coverage.run import Limits, Task, run_task
+from tests.coverage.sample import CI, tasks
+from tests.coverage.steps import rough_steps
 
 SAMPLE = tasks(["timm", "transformers"], "ci")
 
@@ -196,7 +196,7 @@ def test_gradients_are_judged_on_a_sensible_scale():
 
 def test_estimates_end_with_their_context():
     layer = nn.Linear(6, 5)
-    with estimated_steps():
+    with rough_steps():
         block = SolverLinear.from_linear(layer, nn.ReLU(), solver="proxgd", iters=2)
         estimate = float(block.L)
     block.eval()
@@ -255,7 +255,7 @@ def test_a_worker_that_dies_is_a_failure_and_the_run_goes_on(tmp_path):
     script = tmp_path / "main.py"
     script.write_text(
         "import pathlib, threading, time, sys\n"
-        "from solver_plugins.integrations.coverage import run\n"
+        "from tests.coverage import run\n"
         "start = run._Worker._start\n"
         "def fragile(self):\n"
         "    start(self)\n"
@@ -279,9 +279,10 @@ def _environment() -> dict[str, str]:
 
 
 def run_command(*args: Any) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main(["coverage", *map(str, args)])
-    return int(stopped.value.code or 0)
+    try:
+        return main([str(arg) for arg in args])
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
 
 
 @pytest.mark.parametrize(

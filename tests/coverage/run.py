@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from solver_plugins.integrations.coverage.checks import check
-from solver_plugins.integrations.coverage.result import Row
+from tests.coverage.checks import check
+from tests.coverage.result import Row
 
 RECYCLE = 3 << 30
 """A worker that holds more memory than this between two models is replaced."""
@@ -52,7 +52,7 @@ class Limits:
 
 def run_task(task: Task, known: Mapping[str, str] | None = None) -> Row:
     """Checks one model in this process; ``known`` are names of checked models by their network."""
-    from solver_plugins.integrations.coverage import timm_models, transformers_models
+    from tests.coverage import timm_models, transformers_models
 
     cases = timm_models if task.library == "timm" else transformers_models
     return check(lambda: cases.case(task.name, task.family), *task, known)

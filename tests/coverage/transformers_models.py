@@ -14,9 +14,9 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from solver_plugins.integrations.coverage.result import Case
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery.inputs import BATCH, candidate_inputs
+from tests.coverage.result import Case
 
 SIDE = 64
 """Of images for a network that takes any size."""

@@ -16,18 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.stepsize import TrackedStep, estimated_steps
-from solver_plugins.integrations.coverage import passes
-from solver_plugins.integrations.coverage.reference import Watch
-from solver_plugins.integrations.coverage.result import ITERS, TOLERANCE, Case, CheckError, Row, told
-from solver_plugins.integrations.coverage.same import network_id
-from solver_plugins.integrations.coverage.weights import (
-    buffers_of,
-    drop_nothing,
-    fill_weights,
-    measured_statistics,
-    put_back,
-)
+from solver_plugins.blocks.stepsize import TrackedStep
 from solver_plugins.surgery import (
     Block,
     Conversion,
@@ -40,6 +29,18 @@ from solver_plugins.surgery import (
     select,
 )
 from solver_plugins.surgery.clone import clone
+from tests.coverage import passes
+from tests.coverage.reference import Watch
+from tests.coverage.result import ITERS, TOLERANCE, Case, CheckError, Row, told
+from tests.coverage.same import network_id
+from tests.coverage.steps import rough_steps
+from tests.coverage.weights import (
+    buffers_of,
+    drop_nothing,
+    fill_weights,
+    measured_statistics,
+    put_back,
+)
 
 LARGE = 350_000_000
 """Of models with more parameters, only one is in memory at a time."""
@@ -61,7 +62,7 @@ def check(
     """
     row = Row(library, name, family)
     start, wall = time.process_time(), time.perf_counter()
-    with warnings.catch_warnings(), estimated_steps():
+    with warnings.catch_warnings(), rough_steps():
         warnings.simplefilter("ignore")
         checks = _Check(row, known or {})
         try:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from solver_plugins.integrations.coverage.result import Case
-from solver_plugins.integrations.coverage.weights import undrawn_weights
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery.clone import clone, to_meta
+from tests.coverage.result import Case
+from tests.coverage.weights import undrawn_weights
 
 BATCH = 2
 SIDES = (64, 56, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
