@@ -55,9 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m tests.coverage", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    chosen = {"dest": "libraries", "action": "append_const"}
-    parser.add_argument("--timm", const="timm", help="models of timm; both libraries by default", **chosen)
-    parser.add_argument("--transformers", const="transformers", help="classes of transformers", **chosen)
+    for library, what in (("timm", "models of timm"), ("transformers", "classes of transformers")):
+        what += "; both libraries by default"
+        parser.add_argument(f"--{library}", dest="libraries", action="append_const", const=library, help=what)
     parser.add_argument("--filter", metavar="GLOB", help="only names like this, such as 'resnet*'")
     parser.add_argument("--sample", help="a fixed sample instead of all models: ci")
     parser.add_argument("--workers", type=at_least(1), default=1, help="processes, of one thread each")

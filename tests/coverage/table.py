@@ -38,7 +38,7 @@ def page(rows: Iterable[Result], versions: Mapping[str, str], date: str) -> str:
         "# Coverage",
         "",
         "Every model of `timm.list_models()`, and every class of transformers' image- and sequence-classification "
-        "mappings with a small config. Written by `solver-plugins coverage`; do not edit.",
+        "mappings with a small config. Written by `python -m tests.coverage --table docs/coverage.md`; do not edit.",
         "",
         f"{date}; " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
