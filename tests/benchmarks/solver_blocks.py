@@ -1,6 +1,6 @@
 """What solver blocks cost, against the plain layer and the obvious loop: Markdown tables of ratios.
 
-python -m tests.benchmarks.solver_blocks --threads 2 --repeats 9 --output bench.json --figure docs/bench.png
+python -m tests.benchmarks.solver_blocks --threads 2 --repeats 9 --output bench.json --figure bench.png
 python -m tests.benchmarks.solver_blocks --suite torchdeq     # beside torchdeq's fixed-point iteration of the map
 """
 
@@ -29,6 +29,8 @@ from tests.benchmarks import measure as m
 
 SUITES = ("linear", "conv", "sampled", "evaluation", "iterations", "sweep", "torchdeq")
 USUAL = SUITES[:4]
+HATCHES = ("", "//", "xx")
+"""Once all colours are taken."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -103,7 +105,7 @@ def _run(options: argparse.Namespace) -> None:
         data = {**about, "suites": {name: [row.as_dict() for row in rows] for name, rows in found.items()}}
         options.output.write_text(json.dumps(data, indent=1).replace("NaN", "null"), encoding="utf-8")
     if options.figure is not None:
-        draw([row for rows in found.values() for row in rows], options.figure)
+        draw(found, options.figure)
 
 
 def with_torchdeq(case: m.Case, layer: nn.Module, shape: torch.Size, iterations: int) -> dict[str, m.Call]:
@@ -127,12 +129,13 @@ def with_torchdeq(case: m.Case, layer: nn.Module, shape: torch.Size, iterations:
     return {"plain": calls.pop("plain"), "loop": calls.pop("loop"), "torchdeq": solve, **calls}
 
 
-def draw(rows: Sequence[m.Row], path: Path) -> None:
+def draw(found: dict[str, list[m.Row]], path: Path) -> None:
     """Draws forward and backward of every layer and way in units of the plain layer, on a logarithmic axis."""
     groups: dict[str, list[m.Row]] = {}
-    for row in rows:
-        if not math.isnan(row.both):
-            groups.setdefault(f"{row.case}\nbatch {row.batch}, T = {row.iterations}", []).append(row)
+    for suite, rows in found.items():
+        for row in (row for row in rows if not math.isnan(row.both)):
+            title = f"{row.case}\nbatch {row.batch}, T = {row.iterations}{f', {suite}' if len(found) > 1 else ''}"
+            groups.setdefault(title, []).append(row)
     names = list(dict.fromkeys(row.variant for members in groups.values() for row in members[1:]))
     figure, ((axes,),) = new_figure(1, 1, width=max(7.0, 2 + 1.6 * len(groups)), height=5)
     width = 0.8 / max(1, len(names))
@@ -144,7 +147,14 @@ def draw(rows: Sequence[m.Row], path: Path) -> None:
             if row.variant == name
         ]
         places, heights = zip(*points, strict=True)
-        axes.bar(places, heights, width=width, color=COLOURS[place % len(COLOURS)], label=name)
+        axes.bar(
+            places,
+            heights,
+            width=width,
+            label=name,
+            color=COLOURS[place % len(COLOURS)],
+            hatch=HATCHES[place // len(COLOURS)],
+        )
     for at, members in enumerate(groups.values()):
         axes.plot([at - 0.45, at + 0.45], [members[0].counted] * 2, color="#000000", linewidth=1, linestyle=":")
     axes.set_yscale("log")
