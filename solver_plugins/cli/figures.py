@@ -1,11 +1,10 @@
 """Pictures of reports."""
 
 import math
-import os
 from pathlib import Path
-from typing import Any
 
 from solver_plugins.errors import OptionError
+from solver_plugins.integrations.folder import new_file
 from solver_plugins.surgery import Report
 
 COLOURS = {
@@ -103,17 +102,8 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    # Whole or not at all.
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with new_file(path) as made:
+        figure.savefig(made, dpi=150)
 
 
 def _leading(value: float) -> int:

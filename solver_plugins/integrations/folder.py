@@ -1,4 +1,4 @@
-"""Folders that are written as a whole or not at all."""
+"""Folders and files that are written as a whole or not at all."""
 
 import os
 import re
@@ -45,6 +45,22 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool) -> Iterator[Path
         shutil.rmtree(made, ignore_errors=True)
         raise
     _flush(place.parent)
+
+
+@contextmanager
+def new_file(place: Path) -> Iterator[Path]:
+    """Gives a temporary path to write to, which becomes the file ``place`` once it is written and on the disk.
+
+    After an error there is what was there before. The path has the ending of ``place``, which may say the format.
+    """
+    # A sibling: a rename is only atomic within one file system.
+    made = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
+    try:
+        yield made
+        _flush(made)
+        os.replace(made, place)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:

@@ -45,10 +45,10 @@ def load_model(spec: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
     """
     if not isinstance(spec, str) or not spec.strip():
         raise ModelError(f"Expected a model as {FORMS}; found {spec!r}.")
-    host, _, name = spec.partition("/")
-    if host == "timm" and name:
+    library, _, name = spec.partition("/")
+    if library == "timm" and name:
         return _timm(name, pretrained, kwargs)
-    if host == "hf" and name:
+    if library == "hf" and name:
         return _transformers(name, pretrained, kwargs)
     if Path(spec).is_dir():
         return _saved(Path(spec), pretrained, kwargs)
@@ -152,22 +152,17 @@ def _class_for(config: Any, source: str) -> Any:
 
 def _saved(place: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     """Loads a converted model with ``solver_plugins.load``."""
-    import solver_plugins
+    from solver_plugins.integrations.saving import load
 
-    load = getattr(solver_plugins, "load", None)
     if kwargs:
         raise ModelError(
             f"{str(place)!r} is the folder of a saved model, which is built as it was: leave out {', '.join(kwargs)}."
         )
-    if load is None:
-        hint = f"Did you mean 'hf/{place}'?" if (place / "config.json").is_file() else ""
-        raise ModelError(f"Converted models cannot be loaded by this version of solver_plugins: {str(place)!r}. {hint}")
     if (place / "config.json").is_file() and not _is_converted(place):
         raise ModelError(
             f"{str(place)!r} holds no converted model. Did you mean 'hf/{place}' or 'timm/local-dir:{place}'?"
         )
-    model: nn.Module = load(place)
-    return model
+    return load(place)
 
 
 def _is_converted(place: Path) -> bool:

@@ -12,14 +12,13 @@ Its line numbers mean something in one file only: the hash is compared before an
 """
 
 import hashlib
-import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from solver_plugins.errors import SolverPluginsError
+from solver_plugins.integrations.folder import new_file
 from solver_plugins.shipped import shipped_folders
 
 FIELDS = ("Package", "Versions", "Target", "Target-SHA256", "Patched-SHA256")
@@ -271,16 +270,8 @@ def _read(file: str | Path) -> tuple[Path, bytes]:
 def _write(place: Path, content: bytes) -> None:
     """Replaces a file at once, and keeps its mode."""
     try:
-        handle, made = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+        with new_file(place) as made:
+            made.write_bytes(content)
             shutil.copymode(place, made)
-            os.replace(made, place)
-        except BaseException:
-            os.unlink(made)
-            raise
     except OSError as error:
         raise PatchError(f"Cannot write {str(place)!r}: {error.strerror}. It is as it was.") from None

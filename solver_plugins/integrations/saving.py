@@ -12,7 +12,7 @@ from solver_plugins.integrations.errors import LoadingError, SavingError
 from solver_plugins.integrations.folder import existing_folder, new_folder
 from solver_plugins.integrations.heads import HEAD_ENTRY, attach_again, head_of, remove_opteq_head
 from solver_plugins.integrations.replay import is_converted, read_additions, replay, written_additions
-from solver_plugins.integrations.tensors import read_weights, write_weights
+from solver_plugins.integrations.weights import load_weights, save_weights
 from solver_plugins.surgery import conversion_of
 from solver_plugins.surgery.model_config import QUANT_METHOD, is_pretrained_model
 
@@ -70,7 +70,7 @@ def save(
             if head is None:
                 return
         else:
-            write_weights(model, made)
+            save_weights(model, made)
         if kind == "timm":
             _write_json(made / CONFIG, config)
         else:
@@ -140,9 +140,9 @@ def _load_transformers(place: Path, config: dict[str, Any], model: nn.Module | N
         raise LoadingError(
             f"{source} holds a transformers model without a conversion: load it with from_pretrained, then convert it."
         )
-    from solver_plugins.integrations.transformers import load_model
+    from solver_plugins.integrations.transformers import load_converted
 
-    return load_model(place, config)
+    return load_converted(place, config)
 
 
 def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Module:
@@ -156,7 +156,7 @@ def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Modu
         if head is not None:
             attach_again(model, head)
             attached = True
-        read_weights(model, place)
+        load_weights(model, place)
         return (model if conversion is None else replay(model, conversion, source)).eval()
     except BaseException:
         if attached:

@@ -23,7 +23,7 @@ from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations.errors import LoadingError
 from solver_plugins.integrations.heads import HeadRecord, attach_again, head_of
 from solver_plugins.integrations.replay import read_conversion, replay
-from solver_plugins.integrations.tensors import write_weights
+from solver_plugins.integrations.weights import save_weights
 from solver_plugins.surgery import Conversion
 from solver_plugins.surgery.conversion import note_conversion
 from solver_plugins.surgery.model_config import QUANT_METHOD, remove_from_config
@@ -100,13 +100,13 @@ def save_model(model: Any, folder: Path) -> None:
         # ``from_pretrained`` knows no head, and would draw a classifier instead: such a folder is for ``load``.
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        write_weights(model, folder)
+        save_weights(model, folder)
         return
     note_conversion(model)
     model.save_pretrained(folder)
 
 
-def load_model(folder: Path, config: dict[str, Any]) -> nn.Module:
+def load_converted(folder: Path, config: dict[str, Any]) -> nn.Module:
     """Loads a converted model by the class that its config names."""
     model: nn.Module = _class_of(folder, config).from_pretrained(folder)
     return model
