@@ -20,6 +20,7 @@ from solver_plugins.blocks import SolverBlock, cache_gram
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_for
 from solver_plugins.solvers.paths import SolveSize, choose_path, multiply_adds
+from tests.benchmarks.costs import best_times
 
 Call = Callable[[Tensor], Tensor]
 LAM = 1e-3
@@ -296,18 +297,6 @@ def _both(call: Call, u: Tensor) -> Callable[[], None]:
         u.grad = None
 
     return run
-
-
-def best_times(calls: dict[str, Callable[[], None]], repeats: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Returns the shortest time of each call; they take turns, after one round that does not count."""
-    best = dict.fromkeys(calls, math.inf)
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = clock()
-            call()
-            seconds = clock() - start
-            best[name] = min(best[name], seconds) if turn else math.inf
-    return best
 
 
 def kept_bytes(call: Call, u: Tensor, layer: nn.Module) -> int:

@@ -7,7 +7,6 @@ for its step size (three power steps). Both take turns and the best counts.
 """
 
 import argparse
-import time
 
 import timm
 import torch
@@ -15,6 +14,7 @@ from torch.nn import functional
 
 from solver_plugins import convert_model
 from solver_plugins.blocks.stepsize import TrackedStep
+from tests.benchmarks.costs import best_times
 from tests.coverage.steps import rough_steps
 
 
@@ -44,12 +44,7 @@ def main() -> None:
             block._current_L(block._kernel())
 
     calls = {"training step": step, "warm refresh": refresh}
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(arguments.repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - start)
+    best = best_times(calls, arguments.repeats)
     share = best["warm refresh"] / best["training step"]
     for name, seconds in best.items():
         print(f"{name}: {1e3 * seconds:.0f} ms")
