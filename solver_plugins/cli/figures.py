@@ -1,4 +1,4 @@
-"""Pictures of reports."""
+"""The figure of a report."""
 
 import math
 from pathlib import Path
@@ -17,7 +17,7 @@ COLOURS = {
     "linear-skip-act": "#7a3e9d",
     "linear": "#444444",
 }
-"""One colour per pattern, distinguishable without colour vision (Okabe and Ito), the same in every picture."""
+"""One colour per pattern, the same in every figure, distinguishable without colour vision (Okabe and Ito)."""
 FORMATS = (".png", ".pdf", ".svg")
 _MOST_NAMES = 40
 
@@ -27,11 +27,11 @@ def check_figure(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise OptionError(f"Expected a figure as {', '.join(FORMATS)}; found {str(path)!r}.")
     if not path.parent.is_dir():
-        raise OptionError(f"Expected an existing folder for the figure; {str(path.parent)!r} is none.")
+        raise OptionError(f"Expected an existing folder for the figure; {str(path.parent)!r} is not one.")
 
 
 def draw_report(report: Report, path: Path, title: str | None = None) -> None:
-    """Draws the layers along the depth of the network, blocks with their ``L`` on a logarithmic axis.
+    """Draws the layers along the depth of the network, and the ``L`` of each block on a logarithmic axis.
 
     Args:
         report: A report with Lipschitz constants.
@@ -73,7 +73,7 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
     middle, half = math.sqrt(low * high), max(0.6, 0.6 * math.log10(high / low))
     low, high = middle * 10**-half, middle * 10**half
     if left:
-        # They have no L here: a row of their own under the axis's lowest value.
+        # They have no L, and stand in a row of their own at the bottom.
         axes.plot(
             [places[row.name] for row in left],
             [low * 10 ** (0.05 * half)] * len(left),
@@ -85,7 +85,7 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
         )
     axes.set_yscale("log")
     axes.set_ylim(low, high)
-    # Within two decades the steps between powers of ten are named, too, as far as there is room for them.
+    # Within two decades there is room to name steps between the powers of ten as well.
     named = (1, 2, 3, 5) if high / low < 100 else (1,)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leading(value) in named else ""))

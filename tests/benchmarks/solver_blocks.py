@@ -65,7 +65,9 @@ def _run(options: argparse.Namespace) -> None:
     if options.figure is not None:
         check_figure(options.figure)
     if options.output is not None and not options.output.parent.is_dir():
-        raise OptionError(f"Expected an existing folder for the numbers; {str(options.output.parent)!r} is none.")
+        raise OptionError(
+            f"Expected an existing folder for the numbers; {str(options.output.parent)!r} does not exist."
+        )
     known: dict[str, tuple[Sequence[m.Case], Any]] = {
         "linear": (m.CASES, functools.partial(m.variants, compiled=options.compile)),
         "conv": (m.CONVOLUTIONS, functools.partial(m.variants, compiled=options.compile)),

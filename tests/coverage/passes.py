@@ -1,4 +1,4 @@
-"""Forward and backward passes of a model that is checked, and how far two of them are apart."""
+"""Forward and backward passes of a model under test, and how far apart two of them are."""
 
 import math
 import random
@@ -15,12 +15,12 @@ from solver_plugins.surgery import Inputs
 SEED = 1
 _MODULE_SHARE = 1e-2
 _MODEL_SHARE = 1e-5
-"""A gradient far below those of its module or model is compared on their scale: a bias before a norm has the gradient
+"""A gradient far below those of its module or model is compared on their scale: the gradient of a bias before a norm is
 zero, and what is computed is rounding."""
 
 
 def seed_all() -> None:
-    """Starts every generator anew, for a model that draws numbers although its dropout is off."""
+    """Seeds every generator, for models that draw numbers although their dropout is off."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
@@ -99,7 +99,7 @@ def backward(model: nn.Module, outputs: list[Tensor], against: Gradients | None 
     Args:
         model: The model.
         outputs: Of a forward pass.
-        against: Gradients to compare with; they are freed on the way. A gradient that only one of both has is an
+        against: Gradients to compare with; they are freed on the way. A gradient that only one of the two has is an
             infinite error.
     """
     made = Gradients(sizes={} if against is None else dict(against.sizes))

@@ -42,7 +42,7 @@ def test_the_sample_is_as_large_as_promised():
 
 
 class Residual(nn.Module):
-    """A block of each kind of host: the layer, its norm, and the activation behind a sum."""
+    """A block for each kind of outlet: the layer, its norm, and the activation behind a sum."""
 
     def __init__(self) -> None:
         super().__init__()
