@@ -23,7 +23,7 @@ from solver_plugins.blocks import (
     solver_conv3d,
     solver_linear,
 )
-from solver_plugins.integrations.hooks import register_with_hosts
+from solver_plugins.integrations.hooks import register_with_libraries
 from solver_plugins.operators import lipschitz_constant
 from solver_plugins.prox import declare_activation, list_priors, prox_for
 from solver_plugins.registry import list_solvers, register_solver, solver_info
@@ -98,7 +98,7 @@ __all__ = [
 ]
 
 
-# What solver blocks do without is imported when it is asked for: a host such as transformers, or another room.
+# What solver blocks do without is imported when it is asked for: a library such as transformers, or another room.
 _LATER = {
     "DeepOptEq": "equilibrium",
     "OptEqLayer": "equilibrium",
@@ -129,4 +129,4 @@ def __dir__() -> list[str]:
 
 
 # Costs nothing where neither timm nor transformers is used; see its module.
-register_with_hosts()
+register_with_libraries()

@@ -12,8 +12,6 @@ In evaluation the constant is certified again as soon as the weights have moved,
 compute after saving and loading; on an accelerator, where looking would stall, only ``eval()`` looks.
 """
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -39,9 +37,6 @@ WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""
 GENERIC_SHARE = 0.02
 """How much of a generic direction is mixed into the vectors; costs 0.04% of the estimate."""
-ESTIMATE_STEPS = 3
-ESTIMATE_MARGIN = 1.3
-"""Power steps, and the factor on their quotient, of a constant that is estimated; see :func:`estimated_steps`."""
 STEP_BUFFERS = ("L", "power_vectors", "power_quotient", "power_ratio", "certified_quotient")
 KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "channel_gain", "channel_shift", "blend")
 """All buffers that keep their precision when the weights lose theirs."""
@@ -62,7 +57,6 @@ class TrackedStep(Shell):
     """
 
     certify_in_evaluation: ClassVar[bool] = True
-    _estimating: ClassVar[bool] = False
     L: Tensor
     power_vectors: Tensor
     power_quotient: Tensor
@@ -110,8 +104,6 @@ class TrackedStep(Shell):
             kernel: The weight.
             gram: ``A A^T``, where this forward has computed it already.
         """
-        if self._estimating:
-            return self.L
         kernel = kernel.detach()
         looking = not self.training and kernel.device.type == "cpu" and not torch.compiler.is_compiling()
         if looking and self.certify_in_evaluation:
@@ -163,10 +155,6 @@ class TrackedStep(Shell):
         diagonal = next(iter(reference.values()), None)
         # From the same start each time: what a block computes depends on its weights, not on their history.
         start = start_vectors(kernel, self.geometry)
-        if self._estimating:
-            constant = _estimate(kernel, self.geometry, diagonal)
-            values = dict.fromkeys(STEP_BUFFERS, torch.zeros_like(constant))
-            return {**values, "L": constant, "power_vectors": start, **reference}
         constant = lipschitz_from_kernel(kernel, self.geometry, method=method, diagonal=diagonal, tolerance=tolerance)
         quotients, steps = power_steps(kernel, self.geometry, start, WARM_UP, diagonal, GENERIC_SHARE)
         # The vectors before the last step: a step from them gives this quotient again, unless the weights have moved.
@@ -213,7 +201,7 @@ class TrackedStep(Shell):
         super().train(mode)
         if mode:
             self._drop_gram()
-        if not mode and "L" in self._buffers and self.certify_in_evaluation and not self._estimating:
+        if not mode and "L" in self._buffers and self.certify_in_evaluation:
             self.certify_if_moved()
         return self
 
@@ -291,22 +279,6 @@ class TrackedStep(Shell):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 
-@contextlib.contextmanager
-def estimated_steps() -> Iterator[None]:
-    """Within it, constants are rough estimates, and stay as they were first computed.
-
-    For checks of many models whose weights do not move, where certificates would take most of the time and nothing
-    depends on their being bounds. Not for use: a kernel is taken as one matrix, which is not its norm, so that an
-    estimate may be too low, and a solve with it may diverge.
-    """
-    before = TrackedStep._estimating
-    TrackedStep._estimating = True
-    try:
-        yield
-    finally:
-        TrackedStep._estimating = before
-
-
 def certify_after_loading(module: nn.Module, incompatible_keys: Any = None) -> None:
     """Certifies ``L`` of a block that has just been loaded, unless a part of it still has no values."""
     # A post hook, not part of the loading itself: a parametrised weight is only whole once its children have loaded.
@@ -329,21 +301,6 @@ def _gathered(kernel: Tensor) -> Tensor:
 def _differ(one: Tensor, other: Tensor) -> Tensor:
     """Whether two quotients are of different weights: more apart than another order of summation puts them."""
     return ~((one - other).abs() <= 64 * torch.finfo(one.dtype).eps * other.abs())
-
-
-def _estimate(kernel: Tensor, geometry: Geometry, diagonal: Tensor | None) -> Tensor:
-    """Returns roughly ``lambda_max(A A^T)``: a few power steps on the kernel as one matrix per group, with a margin."""
-    matrix = kernel.flatten(1).to(working_dtype(kernel.dtype))
-    if diagonal is not None:
-        matrix = matrix * diagonal[:, None]
-    blocks = matrix.unflatten(0, (geometry.groups, -1))
-    v = torch.ones(*blocks.shape[:2], 1, dtype=matrix.dtype, device=matrix.device)
-    quotient = v.new_zeros(())
-    for _ in range(ESTIMATE_STEPS):
-        v = v / torch.linalg.vector_norm(v, dim=1, keepdim=True).clamp_min(torch.finfo(v.dtype).tiny)
-        v = blocks @ (blocks.mT @ v)
-        quotient = torch.linalg.vector_norm(v, dim=1).amax()
-    return ESTIMATE_MARGIN * torch.maximum(quotient, _largest_row(kernel, diagonal))
 
 
 def _largest_row(kernel: Tensor, diagonal: Tensor | None) -> Tensor:

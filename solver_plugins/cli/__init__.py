@@ -1,4 +1,4 @@
-"""The command ``solver-plugins``: one file per command, each imported when it is needed."""
+"""The command ``solver-plugins``: one file per subcommand, imported when that subcommand is used."""
 
 from solver_plugins.cli.app import main
 

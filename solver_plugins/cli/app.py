@@ -1,7 +1,7 @@
-"""The command itself: its list of subcommands, and how errors are told.
+"""The command ``solver-plugins``: its list of subcommands, and how it reports errors.
 
-A mistake of the user (every :class:`~solver_plugins.errors.SolverPluginsError`) is one message on standard error and
-exit code 2; anything else is a defect of ours and keeps its traceback.
+A user's mistake (every :class:`~solver_plugins.errors.SolverPluginsError`) is one message on standard error and exit
+code 2. Anything else is a defect of this package and keeps its traceback.
 """
 
 import importlib
@@ -16,14 +16,12 @@ from solver_plugins.errors import SolverPluginsError, did_you_mean
 
 COMMANDS: dict[str, str] = {
     "inspect": "Show what a conversion would do to a model, block by block.",
-    "coverage": "Check every model of timm and every classifier of transformers.",
-    "bench": "Measure what solver blocks cost, against plain layers and the obvious loop.",
     "patch": "Add --solver-config to training scripts of timm and transformers.",
     "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
     "study": "Repeat an experiment of the papers: table, figure and metrics.",
 }
-"""Each subcommand with its one-line help. ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``, a typer
-command; dashes in the name are underscores there. A group is a ``typer.Typer`` called ``app`` in that module."""
+"""Each subcommand with its one-line help. The command ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``,
+with underscores for dashes. A group of commands is a ``typer.Typer`` called ``app`` in that module."""
 
 
 class _LazyGroup(click.Group):
@@ -64,7 +62,7 @@ class _LazyGroup(click.Group):
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0 for success, 2 for a mistake of the user."""
+    """Runs the command line and exits: with 0 for success, with 2 for a user's mistake."""
     from solver_plugins import __version__
 
     group = _LazyGroup("solver-plugins", help="Turns layers of timm and Hugging Face models into optimisation solvers.")

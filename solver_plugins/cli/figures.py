@@ -1,16 +1,11 @@
-"""Pictures of reports."""
+"""The figure of a report."""
 
 import math
-import os
-from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from solver_plugins.errors import OptionError
+from solver_plugins.integrations.folder import new_file
 from solver_plugins.surgery import Report
-
-if TYPE_CHECKING:
-    from solver_plugins.cli.measure import Row
 
 COLOURS = {
     "dropout-linear-act": "#0072b2",
@@ -22,7 +17,7 @@ COLOURS = {
     "linear-skip-act": "#7a3e9d",
     "linear": "#444444",
 }
-"""One colour per pattern, distinguishable without colour vision (Okabe and Ito), the same in every picture."""
+"""One colour per pattern, the same in every figure, distinguishable without colour vision (Okabe and Ito)."""
 FORMATS = (".png", ".pdf", ".svg")
 _MOST_NAMES = 40
 
@@ -32,11 +27,11 @@ def check_figure(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise OptionError(f"Expected a figure as {', '.join(FORMATS)}; found {str(path)!r}.")
     if not path.parent.is_dir():
-        raise OptionError(f"Expected an existing folder for the figure; {str(path.parent)!r} is none.")
+        raise OptionError(f"Expected an existing folder for the figure; {str(path.parent)!r} is not one.")
 
 
 def draw_report(report: Report, path: Path, title: str | None = None) -> None:
-    """Draws the layers along the depth of the network, blocks with their ``L`` on a logarithmic axis.
+    """Draws the layers along the depth of the network, and the ``L`` of each block on a logarithmic axis.
 
     Args:
         report: A report with Lipschitz constants.
@@ -78,7 +73,7 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
     middle, half = math.sqrt(low * high), max(0.6, 0.6 * math.log10(high / low))
     low, high = middle * 10**-half, middle * 10**half
     if left:
-        # They have no L here: a row of their own under the axis's lowest value.
+        # They have no L, and stand in a row of their own at the bottom.
         axes.plot(
             [places[row.name] for row in left],
             [low * 10 ** (0.05 * half)] * len(left),
@@ -90,7 +85,7 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
         )
     axes.set_yscale("log")
     axes.set_ylim(low, high)
-    # Within two decades the steps between powers of ten are named, too, as far as there is room for them.
+    # Within two decades there is room to name steps between the powers of ten as well.
     named = (1, 2, 3, 5) if high / low < 100 else (1,)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leading(value) in named else ""))
@@ -107,67 +102,8 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    _save(figure, path)
-
-
-def draw_bench(rows: "Sequence[Row]", path: Path) -> None:
-    """Draws forward and backward of every layer and way in units of the plain layer, on a logarithmic axis.
-
-    Args:
-        rows: What was measured; the first row of a layer is the plain one.
-        path: The file; its ending says the format.
-
-    Raises:
-        OptionError: If the path is of another format.
-    """
-    check_figure(path)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter
-
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if not math.isnan(row.both):
-            groups.setdefault(f"{row.case}\nbatch {row.batch}, T = {row.iterations}", []).append(row)
-    names = list(dict.fromkeys(row.variant for members in groups.values() for row in members[1:]))
-    colours = list(COLOURS.values())
-    figure = Figure(figsize=(max(7.0, 2 + 1.6 * len(groups)), 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    width = 0.8 / max(1, len(names))
-    for place, name in enumerate(names):
-        points = [
-            (group + (place - (len(names) - 1) / 2) * width, row.both / members[0].both)
-            for group, members in enumerate(groups.values())
-            for row in members[1:]
-            if row.variant == name
-        ]
-        places, heights = zip(*points, strict=True)
-        axes.bar(places, heights, width=width, color=colours[place % len(colours)], label=name)
-    for at, members in enumerate(groups.values()):
-        axes.plot([at - 0.45, at + 0.45], [members[0].counted] * 2, color="#000000", linewidth=1, linestyle=":")
-    axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leading(value) in (2, 5) else ""))
-    axes.set_xticks(range(len(groups)), list(groups), fontsize=8)
-    axes.set_ylabel("forward + backward, in units of the plain layer")
-    axes.set_title("Solver blocks; dotted: multiply-adds of the cheapest exact path", loc="left", fontsize=11)
-    axes.grid(axis="y", which="major", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    # Whole or not at all.
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(partial, dpi=150)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with new_file(path) as made:
+        figure.savefig(made, dpi=150)
 
 
 def _leading(value: float) -> int:

@@ -1,4 +1,4 @@
-"""``solver-plugins finetune``: from a config to a finetuned, evaluated and saved model, and its plain baseline."""
+"""``solver-plugins finetune``: finetunes, evaluates and saves a model and its plain baseline, as a config says."""
 
 import sys
 from pathlib import Path

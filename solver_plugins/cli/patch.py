@@ -1,4 +1,4 @@
-"""``solver-plugins patch``: adds ``--solver-config`` to training scripts of timm and transformers, and removes it."""
+"""``solver-plugins patch``: adds ``--solver-config`` to training scripts of timm and transformers, or removes it."""
 
 import json
 import sys
@@ -24,7 +24,7 @@ _FILE = Annotated[Path, typer.Argument(help="The training script.", show_default
 def list_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
 ) -> None:
-    """Shows every patch, and the file that it is for."""
+    """Lists every patch with the file that it is for."""
     patches = list_patches()
     if as_json:
         print(json.dumps([_plain(patch) for patch in patches], indent=2))
@@ -39,7 +39,7 @@ def list_(
 
 @app.command()
 def apply(file: _FILE) -> None:
-    """Inserts the patch that is for FILE; refuses if there is none for this very file."""
+    """Inserts the patch for FILE; refuses a file that no patch was made for."""
     patch = apply_patch(file)
     print(f"Patched {file}: {patch.label} now takes --solver-config FILE. Undo: solver-plugins patch revert {file}")
     installed = _installed(patch.package)
@@ -49,7 +49,7 @@ def apply(file: _FILE) -> None:
 
 @app.command()
 def revert(file: _FILE) -> None:
-    """Takes the patch out of FILE again, which is then what it was, to the byte."""
+    """Removes the patch from FILE, which is then byte for byte what it was before."""
     patch = revert_patch(file)
     print(f"Reverted {file}: {patch.label}, as it was published.")
 

@@ -24,7 +24,7 @@ def list_(
     filter: Annotated[str | None, typer.Argument(help="A glob on the name, or a tag, such as dropblock.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
 ) -> None:
-    """Shows every study, and what it repeats."""
+    """Lists every study with what it repeats."""
     from solver_plugins.studies import list_studies, study_info
 
     names = list_studies(filter)
@@ -68,7 +68,7 @@ def run(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the output folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings and the cells; run nothing.")] = False,
 ) -> None:
-    """Runs a study, or what is left of it, on one process or many (accelerate launch): those share out its cells."""
+    """Runs a study, or what is left of it; several processes (accelerate launch) share its cells."""
     from solver_plugins.studies import STUDIES, read_study_config, run_study
     from solver_plugins.train.processes import first_process
 

@@ -1,5 +1,6 @@
 """A classifier whose features are an equilibrium: backbone features -> equilibrium -> classes."""
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import pydantic
@@ -13,13 +14,9 @@ from solver_plugins.equilibrium.layer import OptEqLayer
 _WIDEST = 512
 
 
-class HeadConfig(StrictConfig):
-    """Options of an equilibrium head, as plain JSON values."""
+class DeepOptEqConfig(StrictConfig):
+    """Options of a :class:`DeepOptEq` and of its layers, as plain JSON values."""
 
-    hidden: int | None = pydantic.Field(
-        None, ge=1, description="Features of the equilibrium; None takes those of the backbone, at most 512."
-    )
-    layers: int = pydantic.Field(2, ge=1, description="Layers of the equilibrium.")
     alpha: float = pydantic.Field(0.8, gt=0, le=1, description="Step of the layers.")
     activation: str | dict[str, Any] = pydantic.Field(
         "relu", description="Registered prior, or {'name': ..., ...}: monotone, slopes in [0, 1]."
@@ -37,6 +34,26 @@ class HeadConfig(StrictConfig):
     solver_args: dict[str, Any] = pydantic.Field(
         default_factory=dict, description="Further options of the solver: implicit_iters, implicit_tol, window, ..."
     )
+
+    def layer_options(self) -> dict[str, Any]:
+        """Returns keyword arguments of :class:`OptEqLayer`."""
+        named = {"name": self.activation} if isinstance(self.activation, str) else dict(self.activation)
+        prior = allowed_activation(named.pop("name", ""), **named)
+        return {"activation": prior, "constraint": self.constraint, "norm": self.norm}
+
+    def equilibrium(self, layers: Iterable[OptEqLayer]) -> DeepOptEq:
+        """Returns the equilibrium of layers that were made with :meth:`layer_options`."""
+        own = ("solver", "regularizer", "lam", "iters", "tol") + (() if self.grad is None else ("grad",))
+        return DeepOptEq(layers, self.alpha, **{name: getattr(self, name) for name in own}, **self.solver_args)
+
+
+class HeadConfig(DeepOptEqConfig):
+    """Options of an equilibrium head, as plain JSON values."""
+
+    hidden: int | None = pydantic.Field(
+        None, ge=1, description="Features of the equilibrium; None takes those of the backbone, at most 512."
+    )
+    layers: int = pydantic.Field(2, ge=1, description="Layers of the equilibrium.")
 
 
 class OptEqHead(nn.Module):
@@ -60,21 +77,10 @@ class OptEqHead(nn.Module):
     ) -> None:
         super().__init__()
         hidden = min(in_features, _WIDEST) if config.hidden is None else config.hidden
-        named = {"name": config.activation} if isinstance(config.activation, str) else dict(config.activation)
-        prior = allowed_activation(named.pop("name", ""), **named)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        own: dict[str, Any] = {"activation": prior, "constraint": config.constraint, "norm": config.norm}
-        grad: dict[str, Any] = {} if config.grad is None else {"grad": config.grad}
-        self.equilibrium = DeepOptEq(
-            [OptEqLayer.linear(hidden, in_features, **own, **made) for _ in range(config.layers)],
-            config.alpha,
-            solver=config.solver,
-            regularizer=config.regularizer,
-            lam=config.lam,
-            iters=config.iters,
-            tol=config.tol,
-            **grad,
-            **config.solver_args,
+        own = config.layer_options()
+        self.equilibrium = config.equilibrium(
+            OptEqLayer.linear(hidden, in_features, **own, **made) for _ in range(config.layers)
         )
         self.output = nn.Linear(hidden, out_features, **made)
         self.in_features, self.out_features = in_features, out_features

@@ -1,6 +1,6 @@
-"""Where the package meets timm and transformers: models by name, saving, loading, and their own ways of doing so.
+"""Where the package meets timm and transformers: models by name, saving and loading, and the Trainer's callbacks.
 
-Nothing here imports a host until it is needed; nor the rooms that only saving and loading need.
+Importing this package imports neither library, nor the rooms that only saving and loading need.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -7,13 +7,14 @@ The first paper gives no widths. LeNet has those of LeCun et al. with ReLU and m
 for its one-column form, adapted to 32x32 images as the paper's footnote 1 says. There are no pretrained weights.
 """
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import Tensor, nn
 
-from solver_plugins.equilibrium import DeepOptEq, OptEqLayer
+from solver_plugins.equilibrium import OptEqLayer
+from solver_plugins.equilibrium.head import DeepOptEqConfig
 from solver_plugins.errors import OptionError, ShapeError, did_you_mean
 
 CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
@@ -23,7 +24,7 @@ DROPOUTS = {"d-d": (True, True), "d-nd": (True, False), "nd-d": (False, True), "
 
 
 class _Classified(nn.Module):
-    """What timm expects of a model around ``forward_features``: a head that can be left out or replaced."""
+    """A model with the methods that timm calls: features, a head, and a classifier that can be replaced or left out."""
 
     fc: nn.Module
 
@@ -62,20 +63,21 @@ class _Classified(nn.Module):
         self.fc = _classifier(self.num_features, num_classes, {"device": weight.device, "dtype": weight.dtype})
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Refuses: these networks are too small to need it."""
+        """Raises OptionError if it is switched on: these networks are too small to need it."""
         if enable:
             raise OptionError(f"{type(self).__name__} has no gradient checkpointing.")
 
     def no_weight_decay(self) -> set[str]:
-        """Returns the parameters that are not decayed: the paper decays all of them."""
+        """Returns the names of parameters without weight decay. There are none: the paper decays all of them."""
         return set()
 
 
 class LeNet(_Classified):
     """LeNet for 32x32 images, with dropouts before its fully connected layers.
 
-    Two stages of 5x5 convolution, ReLU and 2x2 max-pooling; two fully connected layers with ReLU, each behind a dropout
-    or not; a classifier. ``d-d``, ``d-nd`` and ``nd-d`` are the columns of the paper's Table 2.
+    It has two stages of 5x5 convolution, ReLU and 2x2 max-pooling, two fully connected layers with ReLU, and a
+    classifier. ``dropout`` says which of the two layers follow a dropout: ``d-d``, ``d-nd`` and ``nd-d`` are the
+    columns of the paper's Table 2.
 
     Args:
         num_classes: How many classes; 0 for features.
@@ -88,7 +90,7 @@ class LeNet(_Classified):
         dtype: Their type.
 
     Raises:
-        OptionError: If ``dropout`` or ``drop_rate`` is none of these.
+        OptionError: If ``dropout`` is not a key of :data:`DROPOUTS`, or ``drop_rate`` is not in [0, 1).
     """
 
     def __init__(
@@ -132,9 +134,10 @@ class LeNet(_Classified):
 
 
 class CifarAlexNet(_Classified):
-    """AlexNet for 32x32 images: padding of 5 in the first convolution, pooling over 2x2, one fully connected layer.
+    """AlexNet for 32x32 images, with one fully connected layer.
 
-    Table 3 of the paper replaces ``conv1`` by Prox-GD.
+    The first convolution is padded by 5, and pooling is over 2x2 pixels. Table 3 of the paper replaces ``conv1`` by
+    Prox-GD.
 
     Args:
         num_classes: How many classes; 0 for features.
@@ -185,10 +188,10 @@ class CifarAlexNet(_Classified):
 class OptEqNet(_Classified):
     """A convolutional equilibrium (Table 1b): one convolution, five layers in equilibrium, pooling, a classifier.
 
-    The paper gives the hidden channels of the five 3x3 convolutions, a single convolution as feature extractor, and
-    162k parameters. The widths that are left, of the state and of the extractor, come close to that number: 48 and
-    96, with 1x1 convolutions as ``U``. ``forward_features`` returns the equilibrium, feature maps of the input's
-    resolution (over ``stride``), for a segmentation head to read.
+    ``forward_features`` returns the equilibrium: feature maps of the input's resolution (over ``stride``), which a
+    segmentation head can read. The paper gives the hidden channels of the five 3x3 convolutions, a single convolution
+    as feature extractor, and 162k parameters. It does not give the widths of the state and of the extractor; 48 and
+    96, with 1x1 convolutions as ``U``, come close to that number.
 
     Args:
         num_classes: How many classes; 0 for features.
@@ -198,17 +201,15 @@ class OptEqNet(_Classified):
         extracted: Channels of the feature extractor.
         hidden: Channels of the layers.
         stride: Of the feature extractor.
-        alpha: Step of the layers.
-        iters: Iterations; 20 in the paper.
-        grad: "unrolled" (paper) or "implicit".
-        solver: A registered equilibrium solver; the paper has "sam" and "fixed_point".
-        regularizer: A feature regulariser, by name or as ``{"name": ..., ...}``.
-        lam: Its weight.
-        activation: Name of an allowed activation.
-        constraint: How ``|W|`` stays bounded: "aol", or "none" (paper: by its initialisation).
-        norm: Bound on ``|W|``.
         device: Where to make the weights.
         dtype: Their type.
+        **options: Fields of :class:`~solver_plugins.equilibrium.head.DeepOptEqConfig`: ``alpha``, ``solver``,
+            ``iters``, ``grad``, ``regularizer``, ``constraint``, and others. The paper has the solvers "sam" and
+            "fixed_point", 20 iterations, ``grad="unrolled"``, and bounds ``|W|`` by its initialisation only
+            (``constraint="none"``).
+
+    Raises:
+        OptionError: If an option is unknown or its value does not fit.
     """
 
     def __init__(
@@ -220,27 +221,18 @@ class OptEqNet(_Classified):
         extracted: int = 96,
         hidden: tuple[int, ...] = (16, 32, 64, 64, 128),
         stride: int = 1,
-        alpha: float = 0.8,
-        iters: int = 20,
-        grad: str | None = None,
-        solver: str = "anderson",
-        regularizer: Any = None,
-        lam: float = 0.1,
-        activation: str = "relu",
-        constraint: Literal["aol", "none"] = "aol",
-        norm: float = 0.9,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(state, num_classes, in_chans, drop_rate)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
-        own: dict[str, Any] = {"activation": activation, "constraint": constraint, "norm": norm, "inject_size": 1}
+        config = DeepOptEqConfig.parse(options, owner="OptEqNet")
+        own = config.layer_options()
         self.conv1 = nn.Conv2d(in_chans, extracted, 3, stride, 1, bias=False, **made)
         self.bn1 = nn.BatchNorm2d(extracted, **made)
-        layers = [OptEqLayer.conv2d(state, extracted, width, **own, **made) for width in hidden]
-        options = {} if grad is None else {"grad": grad}
-        self.equilibrium = DeepOptEq(
-            layers, alpha, solver=solver, regularizer=regularizer, lam=lam, iters=iters, **options
+        self.equilibrium = config.equilibrium(
+            OptEqLayer.conv2d(state, extracted, width, inject_size=1, **own, **made) for width in hidden
         )
         self.head_drop = nn.Dropout(drop_rate)
         self.fc = _classifier(state, num_classes, made)
@@ -259,24 +251,21 @@ def _classifier(features: int, classes: int, made: dict[str, Any]) -> nn.Module:
     return nn.Linear(features, classes, **made) if classes > 0 else nn.Identity()
 
 
-def _config() -> dict[str, Any]:
-    return {
-        "url": "",
-        "num_classes": 10,
-        "input_size": (3, 32, 32),
-        "pool_size": None,
-        "crop_pct": 1.0,
-        "interpolation": "bilinear",
-        "mean": CIFAR_MEAN,
-        "std": CIFAR_STD,
-        "first_conv": "conv1",
-        "classifier": "fc",
-        "license": "apache-2.0",
-    }
-
-
+_CONFIG: dict[str, Any] = {
+    "url": "",
+    "num_classes": 10,
+    "input_size": (3, 32, 32),
+    "pool_size": None,
+    "crop_pct": 1.0,
+    "interpolation": "bilinear",
+    "mean": CIFAR_MEAN,
+    "std": CIFAR_STD,
+    "first_conv": "conv1",
+    "classifier": "fc",
+    "license": "apache-2.0",
+}
 default_cfgs = generate_default_cfgs(
-    {f"{name}.untrained": _config() for name in ("solver_lenet", "solver_alexnet", "solver_opteq")}
+    {f"{name}.untrained": dict(_CONFIG) for name in ("solver_lenet", "solver_alexnet", "solver_opteq")}
 )
 
 

@@ -1,4 +1,4 @@
-"""What can go wrong between a converted model and its folder."""
+"""Errors of saving and loading converted models."""
 
 from solver_plugins.errors import SolverPluginsError
 

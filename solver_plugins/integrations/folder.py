@@ -1,4 +1,4 @@
-"""Folders that are written as a whole or not at all."""
+"""Folders and files that are written as a whole or not at all."""
 
 import os
 import re
@@ -14,16 +14,16 @@ _WRITTEN = re.compile(
     r"config\.json|generation_config\.json|solver_plugins\.json|model\.safetensors(\.index\.json)?"
     r"|model-\d{5}-of-\d{5}\.safetensors"
 )
-"""Names of the files of a saved model."""
+"""Names of the files in the folder of a saved model."""
 
 
 @contextmanager
 def new_folder(folder: str | os.PathLike[str], overwrite: bool) -> Iterator[Path]:
-    """Gives a temporary folder to write into, which takes its place once all is written and on the disk.
+    """Gives a temporary folder to write into, which becomes ``folder`` once everything is written and on the disk.
 
     Raises:
-        SavingError: If there is something already, and ``overwrite`` is not set or it is no saved model, or no folder
-            can be made there.
+        SavingError: If the folder is not empty and ``overwrite`` is not set, or holds something else than a saved
+            model, or cannot be made.
     """
     place = Path(os.path.abspath(folder))
     _check(place, overwrite)
@@ -47,11 +47,27 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool) -> Iterator[Path
     _flush(place.parent)
 
 
+@contextmanager
+def new_file(place: Path) -> Iterator[Path]:
+    """Gives a temporary path to write to, which becomes the file ``place`` once it is written and on the disk.
+
+    After an error there is what was there before. The path has the ending of ``place``, which may say the format.
+    """
+    # A sibling: a rename is only atomic within one file system.
+    made = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
+    try:
+        yield made
+        _flush(made)
+        os.replace(made, place)
+    finally:
+        made.unlink(missing_ok=True)
+
+
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns the path of a folder that is there.
+    """Returns the path of an existing folder.
 
     Raises:
-        LoadingError: If it is not; a folder that an interrupted save has put aside is named.
+        LoadingError: If there is no such folder; it names the folder that an interrupted save has put aside.
     """
     place = Path(os.path.abspath(folder))
     if place.is_dir():

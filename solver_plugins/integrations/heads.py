@@ -1,4 +1,4 @@
-"""Equilibrium heads on other people's models: attached in place of the last linear layer, removed, written down."""
+"""Equilibrium heads on any model: attached in place of its last linear layer, removed, and written down."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ HEAD_ENTRY = "solver_plugins_head"
 
 
 class HeadRecord(StrictConfig):
-    """What was attached where; ``to_json`` and ``from_json`` write and read it."""
+    """Which head was attached where; ``to_json`` and ``from_json`` write and read it."""
 
     format: int = pydantic.Field(1, ge=1, le=1, description="Version of this form.")
     name: str = pydantic.Field(description="Name of the layer that the head replaces.")
@@ -27,13 +27,13 @@ class HeadRecord(StrictConfig):
 def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **options: Any) -> nn.Module:
     """Replaces a model's last linear layer by an equilibrium: backbone features -> equilibrium -> classes.
 
-    For timm models (``get_classifier``), transformers classification models, and any module with a last linear layer.
-    The number of classes stays that of the layer. In place; call it before an optimizer is made, and before
-    compiling or wrapping.
+    It works on timm models (``get_classifier``), transformers classification models, and any module with a last linear
+    layer, in place. The head has as many classes as the layer. Call it before you make an optimizer, and before you
+    compile or wrap the model.
 
     Args:
         model: The model.
-        classifier: Name of the layer to replace, where it is not the one that is found.
+        classifier: Name of the layer to replace; None finds the last one.
         **options: Fields of :class:`~solver_plugins.equilibrium.head.HeadConfig`: ``hidden``, ``layers``, ``alpha``,
             ``iters``, ``grad``, ``regularizer``, ``lam``, and others.
 
@@ -42,8 +42,8 @@ def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **opti
 
     Raises:
         HeadError: If the model has such a head already, or its last layer is a solver.
-        ClassifierError: If there is no last linear layer to be found.
-        OptionError: If an option is unknown or a value does not fit. The model is as it was then, as after every error.
+        ClassifierError: If no last linear layer is found.
+        OptionError: If an option is unknown or a value does not fit. After every error the model is as it was.
     """
     config = HeadConfig.parse(options, owner="attach_opteq_head")
     _refuse_wrapped(model)
@@ -73,15 +73,15 @@ def make_head(layer: nn.Linear, config: HeadConfig) -> OptEqHead:
     """Returns a head for the features and classes of a linear layer, which it remembers."""
     head = OptEqHead(layer.in_features, layer.out_features, config, layer.weight.device, layer.weight.dtype)
     head.train(layer.training)
-    # In a tuple, so that the old layer is no submodule: not in the state dict, not trained, not missing in a DDP.
+    # In a tuple, so that the old layer is not a submodule: not in the state dict, not trained, not missed by DDP.
     head.replaced = (layer,)
     return head
 
 
 def remove_opteq_head(model: nn.Module) -> nn.Module:
-    """Puts the linear layer back that :func:`attach_opteq_head` has replaced, with the weights that it had.
+    """Puts back the linear layer that :func:`attach_opteq_head` has replaced, with the weights that it had.
 
-    A model that was loaded from a folder gets a new layer: the old one was not saved.
+    A model that was loaded from a folder gets a new layer, because the old one was not saved.
 
     Returns:
         The model.
@@ -103,9 +103,9 @@ def remove_opteq_head(model: nn.Module) -> nn.Module:
 
 
 def head_of(model: nn.Module) -> HeadRecord | None:
-    """Writes down which equilibrium head a model has; None if it has none.
+    """Returns a record of a model's equilibrium head, or None for a model without one.
 
-    ``attach_opteq_head(plain_model, classifier=record.name, **record.config.options())`` does it again.
+    ``attach_opteq_head(plain_model, classifier=record.name, **record.config.options())`` attaches it again.
     """
     if not any(isinstance(module, OptEqHead) for module in model.modules()):
         return None
@@ -114,14 +114,14 @@ def head_of(model: nn.Module) -> HeadRecord | None:
 
 
 def attach_again(model: nn.Module, record: HeadRecord) -> nn.Module:
-    """Attaches the head that a record describes; the layer that it replaces is forgotten."""
+    """Attaches the head that a record describes, and forgets the layer that it replaces."""
     attach_opteq_head(model, classifier=record.name, **record.config.options())
     _find(model)[1].replaced = ()
     return model
 
 
 def _enter_into_config(model: nn.Module) -> None:
-    """Lets ``save_pretrained``, and with it checkpoints of the Trainer, write the head down, or no longer."""
+    """Keeps the head in a transformers config up to date, where ``save_pretrained`` and the Trainer find it."""
     if not is_pretrained_model(model):
         return
     config: Any = model.config
@@ -151,7 +151,7 @@ def _find(model: nn.Module) -> tuple[str, OptEqHead]:
 
 
 def _put(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
-    """Replaces a module everywhere in a model: it may stand under several names."""
+    """Replaces a module wherever it is in a model; it may have several names."""
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
             if child is old:

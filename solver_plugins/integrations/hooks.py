@@ -1,8 +1,8 @@
 """Registers with timm and transformers as soon as both they and this package are imported, in either order.
 
-timm and transformers know no plugins that are found by themselves, and importing them costs seconds, which someone who
-uses neither should not pay. So Python's own import system is asked to tell: a finder that finds nothing, but sees the
-module that holds a host's registry pass by.
+Neither library looks for plugins by itself, and importing them takes seconds, which someone who uses neither should not
+pay. So a finder joins Python's import system. It finds nothing, but it sees the import of the module that holds a
+library's registry.
 """
 
 import importlib
@@ -16,18 +16,18 @@ from typing import Any
 
 from solver_plugins.errors import PluginWarning, warn
 
-HOSTS = {
+LIBRARIES = {
     "timm.models": "solver_plugins.integrations.timm",
     "transformers.quantizers.auto": "solver_plugins.integrations.transformers",
 }
-"""Module with a host's registry -> our module that registers on import."""
+"""The module with a library's registry -> our module that registers on import."""
 
 
 class _Watcher(MetaPathFinder):
-    """Lets others find a host's module, and imports ours behind it."""
+    """Lets other finders find a library's module, and imports ours after it."""
 
     def __init__(self) -> None:
-        self.waiting = dict(HOSTS)
+        self.waiting = dict(LIBRARIES)
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -56,14 +56,14 @@ class _Watcher(MetaPathFinder):
         return spec
 
 
-def register_with_hosts() -> None:
-    """Registers with the hosts that are imported, and sees to it that the others follow; a second call does nothing."""
+def register_with_libraries() -> None:
+    """Registers with the libraries that are imported, and with the others once they are; a second call does nothing."""
     if any(isinstance(finder, _Watcher) for finder in sys.meta_path):
         return
     watcher = _Watcher()
-    for host, ours in HOSTS.items():
-        if host in sys.modules:
-            del watcher.waiting[host]
+    for module, ours in LIBRARIES.items():
+        if module in sys.modules:
+            del watcher.waiting[module]
             _register(ours)
     sys.meta_path.insert(0, watcher)
 
@@ -73,9 +73,9 @@ def _register(name: str) -> None:
         importlib.import_module(name)
     except Exception as error:
         # Someone's import of timm or transformers must not fail because of us.
-        host = name.rpartition(".")[2]
+        library = name.rpartition(".")[2]
         warn(
-            f"solver_plugins could not register with this version of {host} ({type(error).__name__}: {error}): "
-            f"converted models are not loaded by {host} itself.",
+            f"solver_plugins could not register with this version of {library} ({type(error).__name__}: {error}): "
+            f"converted models are not loaded by {library} itself.",
             PluginWarning,
         )

@@ -1,4 +1,4 @@
-"""Models from one line of text: ``timm/vgg16``, ``hf/PATH_OR_ID``, or the folder of a saved model."""
+"""Models by name: ``timm/vgg16``, ``hf/PATH_OR_ID``, or the folder of a saved model."""
 
 import json
 import re
@@ -28,7 +28,7 @@ _OFFLINE_TIMM = _OFFLINE.format(folder="timm/local-dir:FOLDER", more="; or rando
 
 
 class ModelError(SolverPluginsError, ValueError):
-    """A model that cannot be built from its specification."""
+    """A model cannot be built from its specification."""
 
 
 def load_model(spec: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
@@ -36,19 +36,19 @@ def load_model(spec: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
 
     Args:
         spec: "timm/NAME"; "hf/FOLDER" or "hf/ID"; or the folder of a converted model.
-        pretrained: Whether to load pretrained weights: of timm, and of a transformers model that is not a folder. A
-            folder's weights are loaded if there are some.
+        pretrained: Whether to load pretrained weights of timm, or of the Hugging Face hub. Weights in a folder are
+            always loaded.
         **kwargs: Arguments of ``timm.create_model``, or settings of the transformers config.
 
     Raises:
-        ModelError: If there is no such model, or it cannot be built; it says where was looked and what to do.
+        ModelError: If there is no such model, or it cannot be built. The message says where we looked and what to do.
     """
     if not isinstance(spec, str) or not spec.strip():
         raise ModelError(f"Expected a model as {FORMS}; found {spec!r}.")
-    host, _, name = spec.partition("/")
-    if host == "timm" and name:
+    library, _, name = spec.partition("/")
+    if library == "timm" and name:
         return _timm(name, pretrained, kwargs)
-    if host == "hf" and name:
+    if library == "hf" and name:
         return _transformers(name, pretrained, kwargs)
     if Path(spec).is_dir():
         return _saved(Path(spec), pretrained, kwargs)
@@ -152,26 +152,21 @@ def _class_for(config: Any, source: str) -> Any:
 
 def _saved(place: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
     """Loads a converted model with ``solver_plugins.load``."""
-    import solver_plugins
+    from solver_plugins.integrations.saving import load
 
-    load = getattr(solver_plugins, "load", None)
     if kwargs:
         raise ModelError(
             f"{str(place)!r} is the folder of a saved model, which is built as it was: leave out {', '.join(kwargs)}."
         )
-    if load is None:
-        hint = f"Did you mean 'hf/{place}'?" if (place / "config.json").is_file() else ""
-        raise ModelError(f"Converted models cannot be loaded by this version of solver_plugins: {str(place)!r}. {hint}")
     if (place / "config.json").is_file() and not _is_converted(place):
         raise ModelError(
             f"{str(place)!r} holds no converted model. Did you mean 'hf/{place}' or 'timm/local-dir:{place}'?"
         )
-    model: nn.Module = load(place)
-    return model
+    return load(place)
 
 
 def _is_converted(place: Path) -> bool:
-    """Whether a folder's config tells of a conversion."""
+    """Whether a folder's config mentions a conversion."""
     try:
         return "solver_plugins" in (place / "config.json").read_text()
     except (OSError, UnicodeDecodeError):
@@ -184,7 +179,7 @@ def _first_line(error: Exception) -> str:
 
 
 def read_value(text: str) -> Any:
-    """Reads a value from the command line: a number, true, false, null, a list; anything else is text."""
+    """Reads a value of the command line: a number, true, false, null or a list; anything else is text."""
     aliases = {"True": True, "False": False, "None": None}
     if text in aliases:
         return aliases[text]

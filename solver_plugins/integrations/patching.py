@@ -1,6 +1,6 @@
 """Patches for training scripts of timm and transformers: insert-only diffs, applied to the very file they are for.
 
-A patch is a unified diff without context lines, so that no line of the script itself is in it, behind a header::
+A patch is a header and a unified diff without context lines, so that it holds no line of the script itself::
 
     Package: timm
     Versions: 1.0.27, 1.0.28
@@ -8,18 +8,18 @@ A patch is a unified diff without context lines, so that no line of the script i
     Target-SHA256: ...
     Patched-SHA256: ...
 
-Its line numbers mean something in one file only: the hash is compared before anything is written, and again after.
+Its line numbers are right in one file only, so the file's hash is compared before anything is written, and again
+afterwards.
 """
 
 import hashlib
-import os
 import re
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from solver_plugins.errors import SolverPluginsError
+from solver_plugins.integrations.folder import new_file
 from solver_plugins.shipped import shipped_folders
 
 FIELDS = ("Package", "Versions", "Target", "Target-SHA256", "Patched-SHA256")
@@ -28,16 +28,16 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 class PatchError(SolverPluginsError, ValueError):
-    """A patch does not fit a file, or is damaged; the file is as it was."""
+    """A patch is damaged or does not fit a file, which is as it was."""
 
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines that are inserted.
+    """Lines to insert.
 
     Attributes:
-        after: The number of the line of the target that they come behind.
-        lines: The lines, with their ends.
+        after: Number of the target's line that they follow.
+        lines: The lines, with their line ends.
     """
 
     after: int
@@ -50,12 +50,12 @@ class Patch:
 
     Attributes:
         name: The name of the patch's file, without its ending.
-        package: The distribution that the target is part of.
-        versions: Its versions with this very file.
+        package: The distribution that holds the target.
+        versions: Its versions that have exactly this file.
         target: The target's path in the source of the package.
         sha256: The target's hash.
         patched_sha256: Its hash with the patch.
-        hunks: What is inserted.
+        hunks: The lines to insert.
     """
 
     name: str
@@ -75,10 +75,10 @@ class Patch:
 
 
 def patch_folder() -> Path:
-    """Returns the folder with the patches: in the source tree, or where an installed package has its data.
+    """Returns the folder with the patches: in the source tree, or among the data of the installed package.
 
     Raises:
-        PatchError: If there is none.
+        PatchError: If neither has patches.
     """
     places = shipped_folders("patches")
     for place in places:
@@ -96,7 +96,7 @@ def read_patch(path: Path) -> Patch:
     """Reads a patch.
 
     Raises:
-        PatchError: If it has another form, or takes a line away.
+        PatchError: If it has another form, or removes a line.
     """
     try:
         lines = path.read_bytes().splitlines(keepends=True)
@@ -127,7 +127,7 @@ def apply_patch(file: str | Path, folder: Path | None = None) -> Patch:
     """Inserts the lines of the patch that is for a file, and returns the patch.
 
     Raises:
-        PatchError: If no patch is for this very file, or it is patched already; it is as it was then.
+        PatchError: If no patch was made for this file, or it is patched already. The file is as it was then.
     """
     place, content = _read(file)
     patches, found = list_patches(folder), _hash(content)
@@ -145,10 +145,10 @@ def apply_patch(file: str | Path, folder: Path | None = None) -> Patch:
 
 
 def revert_patch(file: str | Path, folder: Path | None = None) -> Patch:
-    """Takes the lines of a patch out of a file again, which is then what it was to the byte, and returns the patch.
+    """Removes the lines of a patch from a file, which is then byte for byte what it was, and returns the patch.
 
     Raises:
-        PatchError: If the file is not patched, or was changed since; it is as it was then.
+        PatchError: If the file is not patched, or was changed since. The file is as it was then.
     """
     place, content = _read(file)
     patches, found = list_patches(folder), _hash(content)
@@ -184,7 +184,7 @@ def take_out(content: bytes, patch: Patch) -> bytes:
     """Returns a patched target without the lines of its patch."""
     lines = content.splitlines(keepends=True)
     for hunk in patch.hunks:
-        # What came before is out already, so the numbers are those of the target.
+        # Earlier hunks are already removed, so the line numbers are those of the target.
         if tuple(lines[hunk.after : hunk.after + len(hunk.lines)]) != hunk.lines:
             raise PatchError(f"The lines of the patch {patch.name!r} are not behind line {hunk.after}.")
         del lines[hunk.after : hunk.after + len(hunk.lines)]
@@ -244,7 +244,7 @@ def _no_patch_for(file: str | Path, content: bytes, patches: list[Patch], found:
 
 
 def _changed_since(content: bytes, patches: list[Patch]) -> Patch | None:
-    """Returns the patch whose inserted parts are all in a file that is not the patched target."""
+    """Returns the patch whose hunks are all in a file that is not the patched target."""
     for patch in patches:
         if all(b"".join(hunk.lines) in content for hunk in patch.hunks):
             return patch
@@ -260,7 +260,7 @@ def _hash(content: bytes) -> str:
 
 
 def _read(file: str | Path) -> tuple[Path, bytes]:
-    # A link stays one: what it points to is patched.
+    # A link stays a link: the file that it points to is patched.
     place = Path(file).expanduser().resolve()
     try:
         return place, place.read_bytes()
@@ -269,18 +269,10 @@ def _read(file: str | Path) -> tuple[Path, bytes]:
 
 
 def _write(place: Path, content: bytes) -> None:
-    """Replaces a file at once, and keeps its mode."""
+    """Replaces a file's content and keeps its mode."""
     try:
-        handle, made = tempfile.mkstemp(prefix=f".{place.name}.", dir=place.parent)
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+        with new_file(place) as made:
+            made.write_bytes(content)
             shutil.copymode(place, made)
-            os.replace(made, place)
-        except BaseException:
-            os.unlink(made)
-            raise
     except OSError as error:
         raise PatchError(f"Cannot write {str(place)!r}: {error.strerror}. It is as it was.") from None

@@ -10,14 +10,14 @@ from solver_plugins.proxprop import ProxProp
 class ProxPropCallback(TrainerCallback):
     """Preconditions the gradients of a Trainer: ``Trainer(..., callbacks=[ProxPropCallback(mode="cg3")])``.
 
-    The Trainer clips gradients before its optimizer steps, so ``max_grad_norm`` is about plain gradients. Nothing is
-    kept between two steps: checkpoints are as they were, and a resumed run is the same run.
+    The Trainer clips gradients before its optimizer steps, so ``max_grad_norm`` applies to plain gradients. Nothing is
+    kept between two steps: checkpoints do not change, and a resumed run is the same run.
 
     Args:
-        options: Those of :class:`ProxProp` but for the model.
+        options: Options of :class:`ProxProp`, without the model.
 
     Attributes:
-        proxprop: The ProxProp of the training under way or last ended; None before.
+        proxprop: The ProxProp of the current or last training; None before the first.
 
     Raises:
         OptionError, TargetError, UnsupportedLayerError: When training begins, as ``ProxProp`` does.
@@ -30,12 +30,12 @@ class ProxPropCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Begins to listen."""
+        """Attaches ProxProp to the model and the optimizer."""
         self._stop()
         self.proxprop = ProxProp(model, **self.options).attach(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Takes everything off the model and the optimizer."""
+        """Detaches ProxProp again."""
         self._stop()
 
     def _stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Whether a model that was built again is the same network, and what it may have been built with."""
+"""Checks whether a model that was built again is the same network, and guesses what it was built with."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +15,7 @@ _MODES = {"training", "inplace", "grad_checkpointing"}
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Returns a converted model, or one with a head, as it was before, without weights; the model is only read."""
+    """Returns the plain form of a model, without solvers, head and weights; the model itself is only read."""
     copied = clone(model, to_meta)[0]
     if head_of(copied) is not None:
         remove_opteq_head(copied)
@@ -23,10 +23,10 @@ def plain_copy(model: nn.Module) -> nn.Module:
 
 
 def differences(model: nn.Module, made: nn.Module) -> list[str]:
-    """Says what differs between a plain model and one that was built anew, weights aside.
+    """Returns what differs between a plain model and one that was built again, other than weights.
 
-    Names, classes, shapes, and every number or name that a module keeps are compared: a rate of a dropout is in no
-    state dict.
+    It compares names, classes, shapes, and every number or text that a module keeps: no state dict holds the rate of a
+    dropout.
     """
     ours, theirs = dict(model.named_modules()), dict(made.named_modules())
     lines = [f"{name or 'the model'} is not built" for name in ours if name not in theirs]
@@ -37,7 +37,7 @@ def differences(model: nn.Module, made: nn.Module) -> list[str]:
 
 
 def guesses(model: nn.Module) -> dict[str, Any]:
-    """Returns values of timm's common arguments that can be read off a model, in the order to try them."""
+    """Returns timm's usual arguments as far as a model shows them, in the order to try them."""
     found: dict[str, Any] = {}
     any_model: Any = model
     cfg = getattr(model, "pretrained_cfg", None) or {}

@@ -1,4 +1,4 @@
-"""A saved conversion or head, read with care: a model that needs a solver is never handed out without it."""
+"""Reads saved conversions and heads, and applies them again: no model is returned without a solver that it needs."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,11 +18,11 @@ def read_conversion(data: Any, source: str) -> Conversion:
     """Reads a conversion from plain data.
 
     Args:
-        data: What stands in the JSON file.
-        source: Where that is, for messages.
+        data: The content of the JSON file.
+        source: The file's name, for messages.
 
     Raises:
-        LoadingError: If it is damaged, of another format, or needs a solver or prior that is not registered.
+        LoadingError: If the data is damaged, has another format, or needs a solver or prior that is not registered.
     """
     known = Conversion.model_fields["format"].default
     found = data.get("format") if isinstance(data, dict) else None
@@ -39,23 +39,23 @@ def read_conversion(data: Any, source: str) -> Conversion:
         conversion = Conversion.parse(data, owner=f"The conversion in {source}")
     except SolverPluginsError as error:
         raise LoadingError(f"{error} The file is damaged, or of another version of solver_plugins.") from error
-    # SOLVERS first looks for plugins, so what is missing now is not installed or not imported.
+    # The registries look for plugins first, so a name that is missing now is not installed or not imported.
     _need("solver", (block.solver for block in conversion.blocks), SOLVERS, source)
     _need("prior", (block.prior for block in conversion.blocks if block.partner is None), PRIORS, source)
     return conversion
 
 
 def written_additions(conversion: Conversion | None, head: HeadRecord | None) -> dict[str, Any]:
-    """Returns what was done to a plain model as plain data, for :func:`read_additions`."""
+    """Returns a conversion and a head as plain data, for :func:`read_additions`."""
     parts = {"conversion": conversion, "head": head}
     return {name: part.options() for name, part in parts.items() if part is not None}
 
 
 def read_additions(data: Any, source: str) -> tuple[Conversion | None, HeadRecord | None]:
-    """Reads what was done to a plain model: a conversion, a head, or both.
+    """Reads a conversion, a head, or both from plain data.
 
     Raises:
-        LoadingError: If there is neither, or it is damaged, or needs something that is not registered.
+        LoadingError: If the data holds neither, is damaged, or needs something that is not registered.
     """
     data = data if isinstance(data, dict) else {}
     head = None
@@ -78,7 +78,7 @@ def replay(model: nn.Module, conversion: Conversion, source: str) -> nn.Module:
     """Converts a plain model as the saved one was.
 
     Raises:
-        LoadingError: If that is not possible.
+        LoadingError: If the conversion does not fit the model.
     """
     try:
         return apply_conversion(model, conversion)

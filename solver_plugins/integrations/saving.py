@@ -12,7 +12,7 @@ from solver_plugins.integrations.errors import LoadingError, SavingError
 from solver_plugins.integrations.folder import existing_folder, new_folder
 from solver_plugins.integrations.heads import HEAD_ENTRY, attach_again, head_of, remove_opteq_head
 from solver_plugins.integrations.replay import is_converted, read_additions, replay, written_additions
-from solver_plugins.integrations.tensors import read_weights, write_weights
+from solver_plugins.integrations.weights import load_weights, save_weights
 from solver_plugins.surgery import conversion_of
 from solver_plugins.surgery.model_config import QUANT_METHOD, is_pretrained_model
 
@@ -31,19 +31,19 @@ def save(
 ) -> None:
     """Saves a converted model, or one with an equilibrium head: weights as safetensors, everything else as JSON.
 
-    The weights are those of the plain model, under the same names, and those of its head. A timm model's folder is one
-    for timm's ``local-dir:``, a transformers model is saved by its ``save_pretrained`` (one with a head is for
-    :func:`load` alone, saved by either); any other module is saved as weights and conversion, and needs to be built
-    again by its owner. The folder is written as a whole: an interrupted save leaves what was there before. In a run of
-    several processes, call it in one of them.
+    Weights have the names that they have in the plain model. The folder of a timm model is one for timm's
+    ``local-dir:``. A transformers model is saved by its ``save_pretrained``; one with a head can be loaded by
+    :func:`load` only. Any other module is saved as weights and conversion, and you build it again yourself to load it.
+    The folder is written as a whole: an interrupted save leaves what was there before. In a run of several processes,
+    call it in one of them.
 
     Args:
         model: The converted model.
         folder: Where to save it.
-        model_args: What a timm model was created with beyond its name (``{"drop_rate": 0.5}``): timm does not remember
-            it. Usual ones are found by themselves; a model that could not be built again is refused.
+        model_args: The arguments that a timm model was created with (``{"drop_rate": 0.5}``), which timm does not
+            remember. Usual ones are found without your help; a model that could not be built again is refused.
         kind: "timm", "transformers" or "torch" (weights and conversion only); None looks at the model.
-        overwrite: Whether a model that was saved there before is replaced.
+        overwrite: Whether to replace a model that was saved there before.
 
     Raises:
         ConversionError: If the model is not converted, or its conversion cannot be written down.
@@ -51,7 +51,7 @@ def save(
     """
     _refuse_wrapped(model)
     head = head_of(model)
-    # A model with a head need not be converted; without one, it raises if it is not.
+    # A model with a head need not be converted; for one without a head, conversion_of raises if it is not.
     conversion = conversion_of(model) if head is None or is_converted(model) else None
     kind = kind or _kind_of(model)
     if kind not in ("timm", "transformers", "torch"):
@@ -70,7 +70,7 @@ def save(
             if head is None:
                 return
         else:
-            write_weights(model, made)
+            save_weights(model, made)
         if kind == "timm":
             _write_json(made / CONFIG, config)
         else:
@@ -79,18 +79,18 @@ def save(
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Loads a converted model, in evaluation mode; step sizes are computed from its weights.
+    """Loads a converted model, in evaluation mode; its step sizes are computed from its weights.
 
     Args:
-        folder: Where :func:`save` or, for a transformers model, ``save_pretrained`` has put it.
-        model: A plain model to load weights and conversion into, for a folder that does not say how to build one.
+        folder: Where :func:`save`, or ``save_pretrained`` of a transformers model, has put it.
+        model: A plain model to load into, for a folder that does not say how to build one.
 
     Returns:
-        The converted model: the given one, if there is one.
+        The converted model, which is ``model`` if you passed one.
 
     Raises:
-        LoadingError: If the folder holds no conversion, or one that cannot be done again here: a plain network is never
-            returned. A given model is as it was then.
+        LoadingError: If the folder holds no conversion, or one that cannot be applied here; a plain network is never
+            returned. A model that you passed is as it was then.
     """
     place = existing_folder(folder)
     source = repr(str(folder))
@@ -140,13 +140,13 @@ def _load_transformers(place: Path, config: dict[str, Any], model: nn.Module | N
         raise LoadingError(
             f"{source} holds a transformers model without a conversion: load it with from_pretrained, then convert it."
         )
-    from solver_plugins.integrations.transformers import load_model
+    from solver_plugins.integrations.transformers import load_converted
 
-    return load_model(place, config)
+    return load_converted(place, config)
 
 
 def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Module:
-    """Loads into a given model, which is as it was after an error."""
+    """Loads into a given model; after an error the model is as it was."""
     if not isinstance(model, nn.Module):
         raise LoadingError(f"Expected a torch.nn.Module to load into; found {type(model).__name__}.")
     conversion, head = read_additions(data, source)
@@ -156,7 +156,7 @@ def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Modu
         if head is not None:
             attach_again(model, head)
             attached = True
-        read_weights(model, place)
+        load_weights(model, place)
         return (model if conversion is None else replay(model, conversion, source)).eval()
     except BaseException:
         if attached:
@@ -166,7 +166,7 @@ def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Modu
 
 
 def _snapshot(model: nn.Module) -> Callable[[], None]:
-    """Notes a model's tensors and modes; calling the result puts them back."""
+    """Returns a function that puts a model's tensors and modes back to what they are now."""
     parameters = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
     buffers = [
         (module, name, buffer, None if buffer is None else buffer.detach().clone())

@@ -1,12 +1,10 @@
-"""What solver blocks know beyond their weights, in a file beside a checkpoint.
+"""The step sizes of a converted model, in a file beside a checkpoint.
 
-Step sizes follow the weights by power steps that depend on the past. No state dict holds them, so that it stays that of
-the plain network; a run that is resumed needs them to be the same run.
+Step sizes follow the weights by power steps, which depend on the past. State dicts do not hold them, so that they stay
+those of the plain network. A resumed run needs them to be the same run.
 """
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path
 
 import safetensors
@@ -17,13 +15,14 @@ from torch import Tensor, nn
 from solver_plugins.blocks import blocks_of
 from solver_plugins.blocks.stepsize import KEPT_BUFFERS
 from solver_plugins.integrations.errors import LoadingError
+from solver_plugins.integrations.folder import new_file
 
 STEPS = "solver_steps.safetensors"
 _WEIGHTS = "weights"
 
 
 def step_state(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the buffers of all solver blocks, by name; those of the model itself, not copies."""
+    """Returns the buffers of all solver blocks by name: the model's own tensors, not copies."""
     return {
         f"{name}.{own}" if name else own: buffer
         for name, block in blocks_of(model).items()
@@ -33,28 +32,20 @@ def step_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_steps(model: nn.Module, folder: Path) -> Path:
-    """Writes the buffers of all solver blocks into a folder, whole or not at all, and returns the file."""
+    """Writes the buffers of all solver blocks into a folder, whole or not at all, and returns the path of the file."""
     tensors = {name: buffer.detach().cpu().contiguous().clone() for name, buffer in step_state(model).items()}
     data = safetensors.torch.save(tensors, metadata={_WEIGHTS: _fingerprint(model)})
     place = folder / STEPS
-    handle, made = tempfile.mkstemp(prefix=f".{STEPS}.", dir=folder)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(made, place)
-    except BaseException:
-        os.unlink(made)
-        raise
+    with new_file(place) as made:
+        made.write_bytes(data)
     return place
 
 
 def read_steps(model: nn.Module, folder: Path) -> None:
-    """Gives the solver blocks of a model the buffers from a folder.
+    """Reads the buffers of a model's solver blocks from a folder.
 
     Raises:
-        LoadingError: If the file is damaged, or of other blocks or weights; nothing is changed then.
+        LoadingError: If the file is damaged, or belongs to other blocks or weights. Nothing is changed then.
     """
     place = folder / STEPS
     try:

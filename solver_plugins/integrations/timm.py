@@ -1,12 +1,12 @@
 """timm: converted models as folders that ``timm.create_model("local-dir:...", pretrained=True)`` loads.
 
 The config of such a folder names an architecture that this module registers. It builds the plain architecture, lets
-timm load the weights, and does the conversion again. Where this module was never imported timm refuses, and its error
+timm load the weights, and applies the conversion again. If this module was not imported, timm refuses, and its error
 says what to import. The plain network needs no import: ``timm.create_model(NAME, num_classes=..., checkpoint_path=
 "folder/model.safetensors")``.
 
-The conversion stands among the ``model_args`` of ``config.json``, which timm hands to the architecture, and not in a
-file of its own: so a folder on the Hugging Face Hub works, too (``hf-hub:``).
+The conversion is among the ``model_args`` of ``config.json``, which timm passes to the architecture, and not in a file
+of its own, so that a folder on the Hugging Face Hub (``hf-hub:``) works as well.
 """
 
 import json
@@ -27,11 +27,11 @@ from solver_plugins.integrations.replay import read_additions, replay, written_a
 from solver_plugins.surgery import Conversion
 
 ARCHITECTURE = "solver_plugins.integrations.timm must be imported first"
-"""timm looks up what stands before the first dot, and prints the whole where nobody has registered that."""
+"""timm looks up the part before the first dot, and prints the whole text if nobody has registered that."""
 ENTRY = "converted"
 _SOURCES = ("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source")
 _ONLY_FOR_THE_ORIGINAL = ("label_offset", "custom_load")
-"""What timm does to the weights that it was published with: it would cut off a class, or look for another format."""
+"""Settings for the weights that timm published: timm would cut off a class of ours, or look for another format."""
 ARGUMENTS = "solver_plugins_model_args"
 """Where a loaded model remembers what it was created with."""
 
@@ -39,7 +39,7 @@ ARGUMENTS = "solver_plugins_model_args"
 def config_for(
     model: nn.Module, conversion: Conversion | None, head: HeadRecord | None, model_args: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns what ``config.json`` is to hold.
+    """Returns the content of ``config.json``.
 
     Raises:
         SavingError: If timm would build another network from it.
@@ -56,7 +56,7 @@ def config_for(
         for key, value in found.items()
         if key not in (*_SOURCES, *_ONLY_FOR_THE_ORIGINAL) and (value is not None or key in ("pool_size", "classifier"))
     }
-    # timm makes other weights of a first convolution that does not read three channels.
+    # Otherwise timm changes the weights of a first convolution that does not read three channels.
     pretrained["first_conv"] = None
     config: dict[str, Any] = {"architecture": ARCHITECTURE}
     for key in ("num_classes", "num_features"):
@@ -71,7 +71,7 @@ def config_for(
 
 
 def read_entry(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Returns what we have put into a config, or raises LoadingError."""
+    """Returns our entry in a config; raises LoadingError if there is none."""
     args = config.get("model_args")
     entry = args.get(ENTRY) if isinstance(args, dict) else None
     if not isinstance(entry, dict):
@@ -98,7 +98,7 @@ def build_plain(config: dict[str, Any], entry: dict[str, Any], source: str) -> n
 
 @register_model
 def solver_plugins(pretrained: bool = False, converted: Any = None, **kwargs: Any) -> nn.Module:
-    """Builds a converted model: timm calls it for a folder or repository that was saved by solver_plugins."""
+    """Builds a converted model; timm calls this for folders and repositories that solver_plugins has saved."""
     if not isinstance(converted, dict) or not isinstance(converted.get("architecture"), str):
         raise LoadingError(
             "The timm model 'solver_plugins' stands for saved converted models: expected 'local-dir:FOLDER' or "
@@ -117,7 +117,7 @@ def solver_plugins(pretrained: bool = False, converted: Any = None, **kwargs: An
     if head is not None:
         attach_again(model, head)
         if pretrained:
-            # The folder's weights are those of the model with its head.
+            # The weights in the folder are those of the model with its head.
             load_pretrained(model, num_classes=int(model.num_classes), strict=True)  # type: ignore[arg-type]
     own = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
     vars(model)[ARGUMENTS] = {key: value for key, value in kwargs.items() if key not in own}
@@ -127,10 +127,10 @@ def solver_plugins(pretrained: bool = False, converted: Any = None, **kwargs: An
 def _arguments(
     model: nn.Module, architecture: str, config: dict[str, Any], given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns arguments from which timm builds this very network: those given, or those found by trying."""
+    """Returns arguments from which timm builds exactly this network: those given, or those found by trying."""
     args = _plain(dict(given if given is not None else vars(model).get(ARGUMENTS, {})), "model_args")
     if "num_classes" in config:
-        args.pop("num_classes", None)  # Stands in the config; the model's own number is the right one.
+        args.pop("num_classes", None)  # It is in the config already, and the model's own number is the right one.
     plain = plain_copy(model)
     wrong = _tried(plain, architecture, config, args)
     if given is None and wrong:
@@ -174,7 +174,7 @@ def _build(architecture: str, config: dict[str, Any], args: dict[str, Any]) -> n
 
 
 def _plain(data: dict[str, Any], owner: str) -> dict[str, Any]:
-    """Returns data as JSON gives it back."""
+    """Returns data as it is after writing and reading it as JSON."""
     for key, value in data.items():
         try:
             json.dumps(value, allow_nan=False)

@@ -1,9 +1,8 @@
-"""transformers: conversions that ``save_pretrained`` writes and ``from_pretrained`` does again.
+"""transformers: conversions that ``save_pretrained`` writes and ``from_pretrained`` applies again.
 
-``convert_model`` puts the conversion into ``config.quantization_config``; the quantizer registered here reads it. It is
-registered by ``import solver_plugins`` or ``import solver_plugins.integrations.transformers``, before or after
-``import transformers``. Without it transformers logs an unknown quantization type, whose name says what to import, and
-loads the plain network.
+``convert_model`` puts the conversion into ``config.quantization_config``, and the quantizer that this module registers
+reads it. ``import solver_plugins`` registers it, before or after ``import transformers``. Without it transformers logs
+an unknown quantization type, whose name says what to import, and loads the plain network.
 """
 
 from pathlib import Path
@@ -23,7 +22,7 @@ from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations.errors import LoadingError
 from solver_plugins.integrations.heads import HeadRecord, attach_again, head_of
 from solver_plugins.integrations.replay import read_conversion, replay
-from solver_plugins.integrations.tensors import write_weights
+from solver_plugins.integrations.weights import save_weights
 from solver_plugins.surgery import Conversion
 from solver_plugins.surgery.conversion import note_conversion
 from solver_plugins.surgery.model_config import QUANT_METHOD, remove_from_config
@@ -31,11 +30,11 @@ from solver_plugins.surgery.model_config import QUANT_METHOD, remove_from_config
 
 @register_quantization_config(QUANT_METHOD)
 class SolverPluginsConfig(QuantizationConfigMixin):
-    """What ``config.json`` holds of a conversion; also an argument of ``from_pretrained`` for plain weights.
+    """The conversion in ``config.json``; pass one to ``from_pretrained`` to convert plain weights.
 
     Args:
         conversion: The conversion, or its plain data.
-        quant_method: Always the same.
+        quant_method: Always our own name, under which transformers finds this class.
     """
 
     def __init__(self, conversion: Conversion | dict[str, Any], quant_method: str = QUANT_METHOD):
@@ -46,7 +45,7 @@ class SolverPluginsConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Reads it from a config; a damaged one raises LoadingError."""
+        """Reads the conversion from a config; raises LoadingError if it is damaged."""
         unknown = sorted(config_dict.keys() - {"quant_method", "conversion"})
         if unknown or "conversion" not in config_dict:
             found = f"found {', '.join(unknown)}" if unknown else "found none"
@@ -58,8 +57,8 @@ class SolverPluginsConfig(QuantizationConfigMixin):
 class SolverPluginsQuantizer(HfQuantizer):
     """Converts a model that transformers has loaded.
 
-    Not before the weights come, as quantizers do: keys and shapes are the plain ones anyway, and buffers that are made
-    on the meta device would hold whatever is in memory afterwards.
+    Quantizers convert before the weights are loaded. This one converts afterwards: keys and shapes do not change, and
+    buffers that are made on the meta device would hold whatever is in memory.
     """
 
     requires_calibration = False
@@ -75,7 +74,7 @@ class SolverPluginsQuantizer(HfQuantizer):
         hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
         if hooked:
             _take_off_hooks(model)
-        # Entered again for this very model: names may have changed with the head.
+        # It is entered again for this model, in which another head may have changed names.
         remove_from_config(model)
         _replay(model, conversion)
         if blocks_of(model):
@@ -85,40 +84,40 @@ class SolverPluginsQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Returns True: weights and config are plain."""
+        """Returns True, since weights and config are plain."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Whether the model can be trained: yes."""
+        """True: the model can be trained."""
         return True
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Saves a converted model by its own ``save_pretrained``, with the conversion as it is now."""
+    """Saves a converted model, with its current conversion, by its own ``save_pretrained``."""
     if head_of(model) is not None:
-        # ``from_pretrained`` knows no head, and would draw a classifier instead: such a folder is for ``load``.
+        # ``from_pretrained`` does not know heads and would draw a new classifier: this folder is for ``load``.
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
-        write_weights(model, folder)
+        save_weights(model, folder)
         return
     note_conversion(model)
     model.save_pretrained(folder)
 
 
-def load_model(folder: Path, config: dict[str, Any]) -> nn.Module:
+def load_converted(folder: Path, config: dict[str, Any]) -> nn.Module:
     """Loads a converted model by the class that its config names."""
     model: nn.Module = _class_of(folder, config).from_pretrained(folder)
     return model
 
 
 def load_with_head(folder: Path, config: dict[str, Any], head: HeadRecord) -> nn.Module:
-    """Loads a model that ``save_pretrained`` has written with a head, without its conversion.
+    """Loads a model with a head that ``save_pretrained`` has written, without its conversion.
 
-    By ``from_pretrained``: files of some models have other names for tensors, even for those of what is attached.
+    ``from_pretrained`` does it, because files of some models have other names for tensors, those of a head included.
 
     Raises:
-        LoadingError: If the file lacks weights, or has others.
+        LoadingError: If weights are missing in the file, or it holds others.
     """
     made = _class_of(folder, config)
 
@@ -136,7 +135,7 @@ def load_with_head(folder: Path, config: dict[str, Any], head: HeadRecord) -> nn
     model.__class__ = made
     for module in model.modules():
         if isinstance(module, DeepOptEq):
-            # Not saved, and made on the meta device: it would hold whatever is in memory.
+            # It is not saved, and was made on the meta device: it holds whatever is in memory.
             module.residual = torch.zeros_like(module.residual)
     return model
 
@@ -169,10 +168,10 @@ def _class_of(folder: Path, config: dict[str, Any]) -> Any:
 
 
 def _initialise_mismatched(model: Any, shapes: dict[str, torch.Size]) -> None:
-    """Gives new weights to layers that are of another size in the checkpoint (a head for other classes), and warns.
+    """Gives new weights to layers that have another size in the checkpoint (a head for other classes), and warns.
 
-    Behind a quantizer transformers takes over weights of any size, as theirs are packed, and does not hand on
-    ``ignore_mismatched_sizes``.
+    With a quantizer, whose weights may be packed, transformers accepts weights of any size and does not pass
+    ``ignore_mismatched_sizes`` on.
     """
     found = {name: p for name, p in model.named_parameters() if name in shapes and p.shape != shapes[name]}
     if not found:
@@ -194,7 +193,7 @@ def _initialise_mismatched(model: Any, shapes: dict[str, torch.Size]) -> None:
 
 
 def _replay(model: Any, conversion: Conversion) -> None:
-    """Converts a model, or the part of it that was saved: a backbone under a new head, or without its old one."""
+    """Converts a model, or the part of it that was saved: a backbone under a new head, or without its old head."""
     modules = dict(model.named_modules())
     names = _names(conversion)
     prefix = getattr(model, "base_model_prefix", "")
@@ -204,7 +203,7 @@ def _replay(model: Any, conversion: Conversion) -> None:
     elif isinstance(inner, nn.Module) and inner is not model and names <= dict(inner.named_modules()).keys():
         replay(inner, conversion, "the config")
     elif inner is None and any(name.startswith(f"{prefix}.") for name in names):
-        # The saved model had this one inside, and a head that is not wanted now.
+        # The saved model contained this one, under a head that is not wanted now.
         outer = nn.Module()
         outer.add_module(prefix, model)
         kept = [block for block in conversion.blocks if _inside(prefix, block.layer, block.host)]
@@ -237,7 +236,7 @@ def _inside(prefix: str, *names: str) -> bool:
 
 
 def _take_off_hooks(model: Any) -> None:
-    """Removes the hooks of a device map, under which a solver would never run; LoadingError where weights are away."""
+    """Removes the hooks of a device map, under which a solver would never run; refuses offloaded weights."""
     away = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if away:
         raise LoadingError(
@@ -246,14 +245,14 @@ def _take_off_hooks(model: Any) -> None:
         )
     remove_hook_from_module(model, recurse=True)
     for module in model.modules():
-        # accelerate leaves the old forward on the instance, where it would hide a solver as the hook did.
+        # accelerate leaves the old forward on the instance, where it would hide a solver just like the hook.
         left = vars(module).get("forward")
         if getattr(left, "__self__", None) is module:
             del vars(module)["forward"]
 
 
 def _remove_marks(model: Any) -> None:
-    """Takes off what says "quantized": the weights are plain, and can be cast, trained and saved as such."""
+    """Removes what marks a model as quantized: its weights are plain, and can be cast, trained and saved."""
     for name in ("hf_quantizer", "quantization_method", "is_quantized"):
         vars(model).pop(name, None)
     for module in model.modules():

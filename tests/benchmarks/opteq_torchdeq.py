@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from solver_plugins.equilibrium import DeepOptEq, OptEqLayer
+from tests.benchmarks.costs import peak_bytes
 
 TOL = 1e-5
 SOLVERS = ("fixed_point_iter", "anderson", "broyden")
@@ -111,18 +111,6 @@ def theirs(model: DeepOptEq, x: Tensor, solver: str) -> Callable[[], Turn]:
         return Turn(count, _Counted.passes, residual, gradient)
 
     return call
-
-
-def peak_bytes(call: Callable[[], Any]) -> int:
-    """Returns how many bytes of tensors a call holds at most beyond what was there before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
-        call()
-    held = peak = 0
-    for event in records.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 def compare(kind: str, layers: int, weights: str, batch: int, repeats: int) -> None:

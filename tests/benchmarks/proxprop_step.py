@@ -11,7 +11,6 @@ and output), of which 2 are allowed. Nothing here is asserted: machines are nois
 import argparse
 import copy
 import itertools
-import time
 from collections.abc import Callable
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from solver_plugins import ProxProp
+from tests.benchmarks.costs import best_times, peak_bytes
 
 BATCH = 500
 MODES = ("exact", "cg3")
@@ -55,29 +55,6 @@ def stepper(model: nn.Module, x: Tensor, mode: str | None, momentum: float = 0.9
         optimizer.zero_grad()
 
     return step
-
-
-def best_times(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Returns the best time of each call; the calls take turns, so that a slow moment hits all of them."""
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
-def peak_bytes(call: Callable[[], None]) -> int:
-    """Returns how many bytes of tensors a call holds at most beyond what was there before it."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
-        call()
-    held = peak = 0
-    for event in records.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            peak = max(peak, held)
-    return peak
 
 
 def largest_activations(model: nn.Module, x: Tensor) -> int:

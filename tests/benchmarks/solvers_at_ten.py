@@ -8,26 +8,15 @@ solver solves, with ``F*`` from 3000 iterations of fista. Nothing here is assert
 """
 
 import argparse
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from solver_plugins import SolverLinear, list_solvers, solver_linear
+from tests.benchmarks.costs import best_times
 
 SHAPES = {"400→120, batch 256 (LeNet)": (400, 120, 256), "512→512, batch 128 (VGG16-CIFAR)": (512, 512, 128)}
-
-
-def best_times(calls: dict[str, Callable[[], None]], repeats: int) -> dict[str, float]:
-    """Returns the best time of each call; the calls take turns, so that a slow moment hits all of them."""
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
 
 
 def trainer(module: nn.Module, u: Tensor) -> Callable[[], None]:

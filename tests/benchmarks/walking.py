@@ -13,8 +13,8 @@ import time
 import torch
 from tqdm import tqdm
 
-from solver_plugins.integrations.coverage.timm_models import as_it_is, names
 from solver_plugins.surgery import match, record
+from tests.coverage.timm_models import as_it_is, names
 
 
 def walk(name: str) -> float:

@@ -7,14 +7,15 @@ for its step size (three power steps). Both take turns and the best counts.
 """
 
 import argparse
-import time
 
 import timm
 import torch
 from torch.nn import functional
 
 from solver_plugins import convert_model
-from solver_plugins.blocks.stepsize import SolverBlock, estimated_steps
+from solver_plugins.blocks import blocks_of
+from tests.benchmarks.costs import best_times
+from tests.coverage.steps import rough_steps
 
 
 def main() -> None:
@@ -27,10 +28,10 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     plain = timm.create_model(arguments.model).train()
-    with estimated_steps():
+    with rough_steps():
         # Constants are not what is measured here, and certificates take longer than all the rest.
         made = convert_model(timm.create_model(arguments.model), "proxgd", 2, pattern="all").train()
-    blocks = [block for block in made.modules() if isinstance(block, SolverBlock)]
+    blocks = list(blocks_of(made).values())
     images = torch.randn(arguments.batch, *plain.pretrained_cfg["input_size"])
     labels = torch.randint(1000, (arguments.batch,))
 
@@ -43,12 +44,7 @@ def main() -> None:
             block._current_L(block._kernel())
 
     calls = {"training step": step, "warm refresh": refresh}
-    best = dict.fromkeys(calls, float("inf"))
-    for _ in range(arguments.repeats):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            best[name] = min(best[name], time.perf_counter() - start)
+    best = best_times(calls, arguments.repeats)
     share = best["warm refresh"] / best["training step"]
     for name, seconds in best.items():
         print(f"{name}: {1e3 * seconds:.0f} ms")

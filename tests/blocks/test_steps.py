@@ -6,7 +6,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from solver_plugins import SolverBlock, SolverConv2d, SolverLinear, lipschitz_constant, refresh_steps
-from solver_plugins.blocks import TrackedStep
 from solver_plugins.errors import OptionError, WeightError
 
 
@@ -115,7 +114,7 @@ def test_evaluation_certifies_what_has_moved():
 
 
 def test_certifying_in_evaluation_can_be_turned_off(monkeypatch):
-    monkeypatch.setattr(TrackedStep, "certify_in_evaluation", False)
+    monkeypatch.setattr(SolverBlock, "certify_in_evaluation", False)
     block = SolverLinear(16, 16, activation="relu", solver="proxgd").eval()
     block.weight.data.mul_(2)
     before = {name: buffer.clone() for name, buffer in block.named_buffers()}

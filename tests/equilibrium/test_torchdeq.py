@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from tests.benchmarks.opteq_torchdeq import SOLVERS, TOL, network, ours, peak_bytes, theirs
+from tests.benchmarks.costs import peak_bytes
+from tests.benchmarks.opteq_torchdeq import SOLVERS, TOL, network, ours, theirs
 
 MAPS = list(itertools.product(("linear", "conv"), (1, 3), ("initial", "gaussian")))
 

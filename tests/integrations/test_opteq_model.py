@@ -51,6 +51,13 @@ def test_timm_conventions():
         timm.create_model("solver_opteq", features_only=True)
 
 
+def test_wrong_options():
+    with pytest.raises(OptionError, match=r"OptEqNet has no option 'solvr'\. Did you mean 'solver'"):
+        small(solvr="sam")
+    with pytest.raises(OptionError, match="OptEqNet, option 'norm'"):
+        small(norm=1.5)
+
+
 def test_a_segmentation_head_reads_the_equilibrium():
     """Feature maps of the input's resolution, whatever it is; a 1x1 convolution behind them labels every pixel."""
     torch.manual_seed(0)

@@ -72,7 +72,7 @@ def test_an_existing_folder(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["saved"]
 
 
-@pytest.mark.parametrize("step", ["write_weights", "_write_json"])
+@pytest.mark.parametrize("step", ["save_weights", "_write_json"])
 def test_an_error_while_saving_keeps_the_old_model(step, tmp_path, monkeypatch):
     model = make()
     save(model, tmp_path / "saved")
@@ -109,7 +109,7 @@ def test_a_killed_process_keeps_the_old_model(tmp_path):
     code = f"""
 import os, solver_plugins.integrations.saving as saving
 from tests.integrations.test_saving import make
-saving.write_weights = lambda model, folder: os._exit(9)
+saving.save_weights = lambda model, folder: os._exit(9)
 saving.save(make(), {str(tmp_path / "saved")!r}, overwrite=True)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9

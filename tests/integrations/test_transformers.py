@@ -324,7 +324,7 @@ with torch.no_grad():
     assert "import solver_plugins first" in QUANT_METHOD
 
 
-def test_imported_before_the_hosts():
+def test_imported_before_the_libraries():
     """``import solver_plugins`` costs neither of them, and registers with both once they come."""
     code = """
 import sys, solver_plugins

@@ -1,9 +1,9 @@
-"""Every converted block against a reference that knows only the plain modules.
+"""Compares every converted block with a reference that knows only the plain modules.
 
     v_1 = c,    x_k = act(v_k),    v_{k+1} = x_k - (A A^T + lam) x_k / (L + lam) + c
 
 ``A`` and ``A^T`` are the jvp and vjp of the plain layer, followed by its norm with fixed statistics; ``c`` is the
-argument of the activation as the plain modules compute it; ``act`` is called as the model calls it. From the block come
+argument of the activation as the plain modules compute it; ``act`` is called as the model calls it. The block provides
 its input, its output, its constant ``L`` and the solver's settings.
 """
 
@@ -23,11 +23,11 @@ Map = Callable[[Tensor], Tensor]
 
 @dataclass
 class Comparison:
-    """What the blocks of one forward pass gave.
+    """How far the blocks of one forward pass are from their references.
 
     Attributes:
         errors: For each call of a block, the largest error in units of the reference's largest number.
-        growth: Of each call: the scale of its output over that of the plain one.
+        growth: For each call, the scale of its output over that of the plain one.
     """
 
     errors: dict[str, float] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Comparison:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The block that is furthest from its reference, and how far; one that is not finite is the worst."""
+        """The block that is furthest from its reference, and how far; an error that is not finite is the worst."""
         return max(self.errors.items(), key=lambda pair: pair[1] if pair[1] == pair[1] else float("inf"))
 
 
@@ -59,7 +59,7 @@ def solve(c: Tensor, u: Tensor, chain: Map, act: Map, smoothness: Tensor, lam: f
 def jvp(chain: Map, u: Tensor, tangent: Tensor) -> Tensor:
     """Returns the derivative of a chain at ``u`` along ``tangent``, in forward mode.
 
-    Not as the vjp of a vjp, which is the same: torch takes second derivatives of grouped convolutions group by group.
+    The vjp of a vjp would give the same, but torch takes second derivatives of grouped convolutions group by group.
     """
     with forward_ad.dual_level():
         derivative = forward_ad.unpack_dual(chain(forward_ad.make_dual(u.contiguous(), tangent))).tangent
@@ -70,9 +70,9 @@ def jvp(chain: Map, u: Tensor, tangent: Tensor) -> Tensor:
 class Watch:
     """Hooks on a converted model that compare every block in every forward pass, and keep the network's scale.
 
-    A solve of several iterations makes a layer's output larger, and a deep network without norms overflows. Each output
-    is scaled back to the plain one's size (by a constant, so gradients pass), and blocks see inputs like the plain
-    model's.
+    Several iterations make a layer's output larger, and a deep network without norms would overflow. So each output is
+    scaled back to the size of the plain one, by a constant, through which gradients pass. Blocks then see inputs like
+    those of the plain model.
 
     Args:
         converted: The converted model.
@@ -97,17 +97,17 @@ class Watch:
         return self.result
 
     def _watch(self, modules: dict[str, nn.Module], block: Block) -> None:
-        layer, host = modules[block.name], modules[block.host_name or block.name]
+        layer, outlet = modules[block.name], modules[block.host_name or block.name]
 
         def at_layer(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self._inputs[block.name] = (_only(args, kwargs).detach(), output.detach())
 
-        def before_host(module: nn.Module, args: Any, kwargs: Any) -> None:
+        def before_outlet(module: nn.Module, args: Any, kwargs: Any) -> None:
             if block.name in self._inputs:
                 # An activation in place would overwrite the sum.
                 self._sums[block.name] = _only(args, kwargs).detach().clone()
 
-        def at_host(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
+        def at_outlet(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
             if block.host == "linear":
                 return self._compare(block, layer, _only(args, kwargs).detach(), output)
             if block.name not in self._inputs:
@@ -118,8 +118,8 @@ class Watch:
         if block.host != "linear":
             self._handles.append(layer.register_forward_hook(at_layer, with_kwargs=True))
         if block.host == "activation":
-            self._handles.append(host.register_forward_pre_hook(before_host, with_kwargs=True))
-        self._handles.append(host.register_forward_hook(at_host, with_kwargs=True))
+            self._handles.append(outlet.register_forward_pre_hook(before_outlet, with_kwargs=True))
+        self._handles.append(outlet.register_forward_hook(at_outlet, with_kwargs=True))
 
     def _compare(self, block: Block, solver: Any, u: Tensor, output: Tensor, y: Tensor | None = None) -> Tensor:
         layer: Map = self._plain[block.name]
@@ -165,7 +165,7 @@ def _only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns mean and variance that a norm uses in its present mode: of the batch, or the running ones."""
+    """Returns the mean and variance that a norm uses in its current mode: those of the batch, or the running ones."""
     if norm.running_var is None or (norm.training and isinstance(norm, _BatchNorm)):
         axes = (0, *range(2, y.dim()))
         return y.mean(axes), y.var(axes, correction=0)

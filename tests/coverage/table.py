@@ -5,8 +5,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from solver_plugins.integrations.coverage.result import CHECKS, ITERS, TOLERANCE
 from solver_plugins.surgery import PATTERNS
+from tests.coverage.result import CHECKS, ITERS, TOLERANCE
 
 Result = Mapping[str, Any]
 _LIBRARIES = ("timm", "transformers")
@@ -38,7 +38,7 @@ def page(rows: Iterable[Result], versions: Mapping[str, str], date: str) -> str:
         "# Coverage",
         "",
         "Every model of `timm.list_models()`, and every class of transformers' image- and sequence-classification "
-        "mappings with a small config. Written by `solver-plugins coverage`; do not edit.",
+        "mappings with a small config. Written by `python -m tests.coverage --table docs/coverage.md`; do not edit.",
         "",
         f"{date}; " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",

@@ -1,4 +1,4 @@
-"""A model to check, and what comes out of it."""
+"""A model to check, and the result of its checks."""
 
 import pathlib
 import traceback
@@ -31,9 +31,9 @@ class Case:
         family: The module or model type that it belongs to.
         build: Makes the plain model; called twice, and makes the same modules each time.
         inputs: Its inputs.
-        native: Makes the model as its users do, where ``build`` makes it for smaller inputs; it is only walked, on the
-            meta device, or with weights where it needs them.
-        model: The first of them, if it was built on the way.
+        native: Makes the model as its users do, if ``build`` makes it for smaller inputs. That model is only walked: on
+            the meta device, or with weights if it needs them.
+        model: The result of a first ``build``, if there was one.
         reduced: How its depth was reduced, if it was.
         given: Whether the model does not say what its inputs are.
     """
@@ -68,11 +68,11 @@ class Row:
         errors: The largest error of each check that measures one.
         passed: The checks that hold.
         failures: The checks that do not, with the reason.
-        foreign: The error of the plain model itself, if it does not run here: nothing of ours was reached.
+        foreign: The error of the plain model itself, if it does not run here; this package was not reached then.
         notes: What else is worth knowing.
-        network: A hash of all that it computes with but its weights, where it was built for smaller inputs.
-        same_as: The model of the same hash whose results these are; of its own it was only walked.
-        seconds: How long everything took, in seconds of the processor: other work on the machine does not count.
+        network: A hash of everything that it computes with except its weights, if it was built for smaller inputs.
+        same_as: The model with the same hash whose results these are; this one was only walked.
+        seconds: How long everything took, in processor seconds, so that other work on the machine does not count.
         wall_seconds: The same by the clock.
         stages: How long each check took, in seconds of the processor.
     """

@@ -1,7 +1,7 @@
-"""Times and memory of solver blocks against the plain layer and the obvious loop, in one run.
+"""Times and memory of solver blocks, compared with the plain layer and the obvious loop in one run.
 
-Calls take turns and the best of many counts, so that a slow moment of the machine hits all of them alike. Ratios are
-what to look at; none is asserted anywhere.
+Calls take turns and the best time of each counts, so that a slow moment of the machine hits all of them alike. Look at
+the ratios; no test asserts them.
 """
 
 import math
@@ -20,6 +20,7 @@ from solver_plugins.blocks import SolverBlock, cache_gram
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_for
 from solver_plugins.solvers.paths import SolveSize, choose_path, multiply_adds
+from tests.benchmarks.costs import best_times
 
 Call = Callable[[Tensor], Tensor]
 LAM = 1e-3
@@ -61,7 +62,7 @@ class Case:
         path = choose_path(size)
         plain = self.batch * self.inputs * self.outputs
         iterated = multiply_adds(path, size)
-        # The backward pass takes twice the forward one, but the Gram matrix has one product there, too.
+        # The backward pass takes twice as long as the forward pass, except for the Gram matrix, one product in each.
         once = self.inputs * self.outputs**2 if path == "gram" else 0
         return 1 + (3 * (iterated - once) + 2 * once) / (3 * plain)
 
@@ -118,7 +119,7 @@ class Row:
 
 
 def naive_loop(layer: nn.Module, shape: torch.Size, iterations: int) -> Call:
-    """Returns the iteration as one would write it down: two products a step, differentiated by autograd."""
+    """Returns the iteration as one would write it: two products a step, differentiated by autograd."""
     constant = constant_of(layer)
 
     def solve(u: Tensor) -> Tensor:
@@ -158,7 +159,7 @@ def naive_masked_loop(layer: nn.Module, shape: torch.Size, iterations: int, p: f
 
 
 def constant_of(layer: nn.Module) -> float:
-    """Returns a bound on ``lambda_max(A A^T) + lam``; for timing any will do that keeps iterates finite."""
+    """Returns a bound on ``lambda_max(A A^T) + lam``; for timing any bound does that keeps iterates finite."""
     weight: Any = layer.weight
     with torch.no_grad():
         return float(torch.linalg.matrix_norm(weight.flatten(1), 2)) ** 2 * math.prod(weight.shape[2:]) + LAM
@@ -296,18 +297,6 @@ def _both(call: Call, u: Tensor) -> Callable[[], None]:
         u.grad = None
 
     return run
-
-
-def best_times(calls: dict[str, Callable[[], None]], repeats: int, clock: Callable[[], float]) -> dict[str, float]:
-    """Returns the shortest time of each call; they take turns, after one round that does not count."""
-    best = dict.fromkeys(calls, math.inf)
-    for turn in range(repeats + 1):
-        for name, call in calls.items():
-            start = clock()
-            call()
-            seconds = clock() - start
-            best[name] = min(best[name], seconds) if turn else math.inf
-    return best
 
 
 def kept_bytes(call: Call, u: Tensor, layer: nn.Module) -> int:

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from solver_plugins.integrations.coverage.result import Case
-from solver_plugins.integrations.coverage.weights import undrawn_weights
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery.clone import clone, to_meta
+from tests.coverage.result import Case
+from tests.coverage.weights import undrawn_weights
 
 BATCH = 2
 SIDES = (64, 56, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Tried in this order: 64 leaves 2x2 pixels to a network of stride 32, so that a norm has a batch to speak of."""
+"""Tried in this order: 64 leaves 2x2 pixels to a network of stride 32, enough numbers for a norm over the batch."""
 ENOUGH = 128
-"""A norm over two numbers per channel gives plus and minus one, and noise is all that its gradient is. Where 64 pixels
-leave no more (a network of stride 64), this many are tried."""
+"""A norm over two numbers per channel gives plus and minus one, and its gradient is noise. If 64 pixels leave no more
+than that (in a network of stride 64), this many pixels are tried."""
 DROP_RATE = 0.1
-"""Of the classifier, so that it is the paper's block where the model lets it."""
+"""Rate of the classifier's dropout, with which it is the paper's block if the model has one."""
 LARGEST = 1_000_000_000
-"""Models with more parameters lose depth."""
+"""Models with more parameters than this are made less deep."""
 KEPT = 2
 """Blocks that such a model keeps of each of its stages."""
 _SMALL = (
@@ -49,7 +49,7 @@ def families() -> dict[str, list[str]]:
     """Returns the names of timm's own models by module, those that look smallest first."""
     found = {}
     for family in timm.list_modules():
-        # Others may have registered entry points, too; this package does.
+        # Other packages, such as this one, may have registered models as well.
         own = [name for name in timm.list_models(module=family) if _module(name).startswith("timm.")]
         if own:
             found[family] = sorted(own, key=_size)
@@ -86,7 +86,7 @@ def build(name: str, options: dict[str, Any], kept: int | None = None) -> nn.Mod
 
 
 def shorten(model: nn.Module, kept: int) -> list[str]:
-    """Leaves the first blocks of every long row of equal blocks, and returns how many each had."""
+    """Keeps the first blocks of every long row of equal blocks, and returns how many each row had."""
     cut = []
     for name, module in list(model.named_modules()):
         if not isinstance(module, nn.Sequential | nn.ModuleList) or len(module) <= kept + 1:
@@ -159,7 +159,7 @@ def _parameters(name: str) -> int:
 
 
 def _accepted(name: str, options: dict[str, Any], refused: set[str]) -> tuple[dict[str, Any], nn.Module]:
-    """Builds a model with those of the options that it takes; the others join the refused ones."""
+    """Builds a model with those of the options that it takes; the others are added to ``refused``."""
     while True:
         taken = {key: value for key, value in options.items() if key not in refused}
         try:
@@ -172,11 +172,11 @@ def _accepted(name: str, options: dict[str, Any], refused: set[str]) -> tuple[di
 
 
 def _attempts(native: tuple[int, ...], fixed: bool, patch: int) -> Iterator[tuple[dict[str, Any], tuple[int, ...]]]:
-    """Yields options and images to try: small ones first, where the model can be told its size or takes any."""
+    """Yields options and image sizes to try, small ones first if the model's size can be set or any size fits."""
     channels, side = native[0], min(native[1:])
     small = [(channels, tried, tried) for tried in SIDES if tried < side]
     if patch >= 8 and 2 * patch < min(side, SIDES[0]):
-        # A transformer at one scale: four patches are enough.
+        # Four patches are enough for a transformer with one scale.
         yield {"img_size": 2 * patch}, (channels, 2 * patch, 2 * patch)
     yield from (({"img_size": shape[1]}, shape) for shape in small)
     if not fixed:
@@ -189,7 +189,7 @@ def _image(shape: tuple[int, ...]) -> Tensor:
 
 
 def _starved_norms(model: nn.Module, shape: tuple[int, ...]) -> int:
-    """Runs a copy without weights, or a model that looks at its data as it is.
+    """Runs a copy of the model without weights, or the model itself if it looks at its data.
 
     Returns:
         How many norms over the batch saw no more than one number per channel and image.

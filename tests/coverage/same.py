@@ -21,14 +21,14 @@ _DEEPEST = 8
 
 
 class _UnknownError(Exception):
-    """Something that cannot be written down."""
+    """A value that cannot be written as text."""
 
 
 def network_id(model: nn.Module, inputs: Inputs) -> str | None:
-    """Returns a hash of all that a network computes with but its weights; None where it cannot be told.
+    """Returns a hash of everything that a network computes with except its weights, or None if that cannot be told.
 
-    It covers, module by module: the class, every attribute (functions and what they hold, too), names, shapes and types
-    of the Parameters, contents of the buffers, and what is shared; and the shapes of the inputs.
+    It covers, module by module, the class, every attribute (including functions and what they hold), names, shapes and
+    types of the Parameters, contents of the buffers, and what is shared; and the shapes of the inputs.
     """
     text = hashlib.sha256()
     modules: dict[int, str] = {}
@@ -51,7 +51,7 @@ def network_id(model: nn.Module, inputs: Inputs) -> str | None:
 
 
 class _Writer:
-    """Writes things down such that different ones differ."""
+    """Writes values as text, different values as different texts."""
 
     def __init__(self, modules: dict[int, str], parameters: dict[int, str]):
         self.modules = modules
@@ -84,7 +84,7 @@ class _Writer:
         return f"{type(value).__qualname__}({', '.join(self.text(part, depth + 1) for part in parts)})"
 
     def _parts(self, value: Any) -> list[Any]:
-        """Returns what makes up a thing that is not written down as it is."""
+        """Returns the parts of a value that is not written as it is."""
         if isinstance(value, dict):
             return [item for pair in value.items() for item in pair]
         if isinstance(value, list | tuple):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from solver_plugins.integrations.coverage.run import Task
+from tests.coverage.run import Task
 
 CI: dict[str, tuple[str, ...]] = {
     "timm": (
@@ -31,7 +31,7 @@ CI: dict[str, tuple[str, ...]] = {
 
 def tasks(libraries: Sequence[str], sample: str | None = None) -> list[Task]:
     """Returns the models of some libraries, or those of a sample."""
-    from solver_plugins.integrations.coverage import timm_models, transformers_models
+    from tests.coverage import timm_models, transformers_models
 
     found = []
     for library in libraries:

@@ -1,4 +1,4 @@
-"""All checks of one model: what holds, and for what does not, the reason."""
+"""All checks of one model, with the reason for each that does not hold."""
 
 import contextlib
 import fcntl
@@ -16,18 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.stepsize import TrackedStep, estimated_steps
-from solver_plugins.integrations.coverage import passes
-from solver_plugins.integrations.coverage.reference import Watch
-from solver_plugins.integrations.coverage.result import ITERS, TOLERANCE, Case, CheckError, Row, told
-from solver_plugins.integrations.coverage.same import network_id
-from solver_plugins.integrations.coverage.weights import (
-    buffers_of,
-    drop_nothing,
-    fill_weights,
-    measured_statistics,
-    put_back,
-)
+from solver_plugins.blocks import blocks_of
 from solver_plugins.surgery import (
     Block,
     Conversion,
@@ -40,11 +29,23 @@ from solver_plugins.surgery import (
     select,
 )
 from solver_plugins.surgery.clone import clone
+from tests.coverage import passes
+from tests.coverage.reference import Watch
+from tests.coverage.result import ITERS, TOLERANCE, Case, CheckError, Row, told
+from tests.coverage.same import network_id
+from tests.coverage.steps import rough_steps
+from tests.coverage.weights import (
+    buffers_of,
+    drop_nothing,
+    fill_weights,
+    measured_statistics,
+    put_back,
+)
 
 LARGE = 350_000_000
-"""Of models with more parameters, only one is in memory at a time."""
+"""Only one model with more parameters than this is in memory at a time."""
 PARTS = 8
-"""Weights are loaded in so many parts."""
+"""Weights are loaded in this many parts."""
 
 
 def check(
@@ -57,11 +58,11 @@ def check(
         library: "timm" or "transformers".
         name: The model's name.
         family: Its family.
-        known: Names of checked models by their network: one that is the same network is only walked.
+        known: Names of checked models by their network. A model that is one of these networks is only walked.
     """
     row = Row(library, name, family)
     start, wall = time.process_time(), time.perf_counter()
-    with warnings.catch_warnings(), estimated_steps():
+    with warnings.catch_warnings(), rough_steps():
         warnings.simplefilter("ignore")
         checks = _Check(row, known or {})
         try:
@@ -78,7 +79,7 @@ def check(
 
 
 class _Check:
-    """The checks of one model, and what they hand on to each other."""
+    """The checks of one model, and what they pass on to each other."""
 
     def __init__(self, row: Row, known: Mapping[str, str]):
         self.row = row
@@ -87,7 +88,7 @@ class _Check:
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Writes down whether what happens within it holds."""
+        """Notes whether the check within it holds."""
         start = time.process_time()
         try:
             yield
@@ -139,7 +140,7 @@ class _Check:
             self._check_plain_again()
 
     def _plain_passes(self) -> None:
-        """What the plain model computes, in both modes."""
+        """Notes what the plain model computes in both modes."""
         model, inputs = self.model, self.case.inputs
         fill_weights(model)
         with measured_statistics(model), torch.no_grad(), without_drops(model):
@@ -162,7 +163,7 @@ class _Check:
     def _walk(self) -> None:
         row = self.row
         self.blocks: list[Block] = []
-        # A model need not say that it was built for another size than its pretrained weights.
+        # A model that was built for another size than its pretrained weights need not say so.
         self.example = self.case.inputs if self.case.native is not None or self.case.given else None
         with self.stage("walked"):
             if self.case.native is not None:
@@ -195,7 +196,7 @@ class _Check:
         self.row.walk_seconds, self.row.device = round(time.process_time() - start, 3), made.device
 
     def _once(self) -> None:
-        """One iteration is the plain model."""
+        """Checks that one iteration is the plain model."""
         model, inputs = self.model, self.case.inputs
         with self.stage("converted"):
             convert_model(model, solver="proxgd", iters=1, pattern="all", example_inputs=self.example)
@@ -242,7 +243,7 @@ class _Check:
             raise CheckError(f"modules are no longer of their class: {wrong[:3]}")
 
     def _several(self, twin: nn.Module) -> None:
-        """Several iterations are what the reference computes."""
+        """Checks that several iterations are what the reference computes."""
         model, inputs = self.model, self.case.inputs
         records = [
             block.model_copy(update={"settings": {**block.settings, "iters": ITERS}})
@@ -251,7 +252,7 @@ class _Check:
         self.conversion = self.conversion.model_copy(update={"blocks": tuple(records)})
         apply_conversion(model, self.conversion)
         if any(block.norm is not None for block in self.blocks):
-            # Only a folded norm makes a block another one in evaluation.
+            # Without a folded norm a block computes the same in both modes.
             with self.stage("reference"):
                 watch = Watch(model, twin, self.blocks)
                 try:
@@ -290,10 +291,10 @@ class _Check:
         self.within("reference", errors[worst], what)
 
     def _check_saved(self) -> None:
-        """Plain weights in safetensors and the conversion as JSON give the same network again."""
+        """Checks that plain weights in safetensors and the conversion as JSON give the same network again."""
         expected = passes.evaluate(self.model, self.case.inputs)
         text = conversion_of(self.model).to_json()
-        constants = {name: m.L.clone() for name, m in self.model.named_modules() if isinstance(m, TrackedStep)}
+        constants = {name: block.L.clone() for name, block in blocks_of(self.model).items()}
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "model.safetensors"
             shared = _save(self.model, path)
@@ -302,7 +303,7 @@ class _Check:
             if missing - shared or unexpected:
                 raise CheckError(f"a plain model did not take the weights: missing {missing}, unexpected {unexpected}")
         apply_conversion(fresh, Conversion.from_json(text))
-        again = {name: m.L for name, m in fresh.named_modules() if isinstance(m, TrackedStep)}
+        again = {name: block.L for name, block in blocks_of(fresh).items()}
         if constants.keys() != again.keys() or any(not torch.allclose(constants[k], again[k], 1e-5) for k in again):
             raise CheckError("other blocks or constants after loading")
         found = passes.evaluate(fresh, self.case.inputs)
@@ -326,7 +327,7 @@ class _Check:
 
 
 def _one_at_a_time() -> IO[bytes]:
-    """Waits until no other process holds a large model; closing the file lets the next one go on."""
+    """Waits until no other process holds a large model; closing the file lets the next process continue."""
     file = (pathlib.Path(tempfile.gettempdir()) / "solver_plugins_coverage.lock").open("wb")
     fcntl.flock(file, fcntl.LOCK_EX)
     return file
@@ -363,15 +364,15 @@ def _save(model: nn.Module, path: pathlib.Path) -> set[str]:
 
 
 def _load(model: nn.Module, path: pathlib.Path) -> tuple[set[str], set[str]]:
-    """Loads a state dict in parts, as memory for one more model may not be there; returns missing and unexpected keys.
+    """Loads a state dict in parts, to save memory, and returns missing and unexpected keys.
 
-    Copied, not assigned: a mapped file is aligned differently, and its sums round differently.
+    Tensors are copied, not assigned: a mapped file is aligned differently, and sums over it round differently.
     """
     missing, unexpected = set(model.state_dict()), set()
     with safetensors.safe_open(path, "pt") as file:
         keys = list(file.keys())
     for start in range(0, len(keys), size := -(-len(keys) // PARTS)):
-        # Opened anew: a part that was read stays in memory as long as its file is mapped.
+        # The file is opened again for each part: what was read stays in memory as long as the file is mapped.
         with safetensors.safe_open(path, "pt") as file:
             part = {key: file.get_tensor(key) for key in keys[start : start + size]}
         unexpected |= set(model.load_state_dict(part, strict=False).unexpected_keys)
@@ -381,7 +382,7 @@ def _load(model: nn.Module, path: pathlib.Path) -> tuple[set[str], set[str]]:
 
 @contextlib.contextmanager
 def without_drops(model: nn.Module) -> Iterator[None]:
-    """Within it nothing is dropped in training."""
+    """Within it, training drops nothing."""
     undo = drop_nothing(model)
     try:
         yield

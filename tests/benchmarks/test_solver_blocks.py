@@ -1,4 +1,4 @@
-"""``solver-plugins bench`` on a layer small enough for a test; times are measured, and never asserted."""
+"""The command on a layer small enough for a test; times are measured, and never asserted."""
 
 import json
 
@@ -7,12 +7,23 @@ import torch
 from torch.nn import functional
 
 from solver_plugins.blocks import SolverBlock
-from solver_plugins.cli import measure
-from solver_plugins.cli.measure import Case
-from tests.cli.test_app import run
+from tests.benchmarks import measure
+from tests.benchmarks.measure import Case
+from tests.benchmarks.solver_blocks import main
 
 SMALL = Case("12 → 8", 12, 8, 16)
 SMALL_CONV = Case("conv 3 → 4", 3, 4, 2, kernel=3, size=6)
+
+
+def run(capsys, *args):
+    """Runs the command and returns exit code, standard output and standard error."""
+    code = 0
+    try:
+        main(args)
+    except SystemExit as stopped:
+        code = stopped.code
+    out, err = capsys.readouterr()
+    return code, out, err
 
 
 @pytest.fixture
@@ -26,7 +37,7 @@ def test_tables_numbers_and_figure(capsys, tmp_path, small):
     threads = torch.get_num_threads()
     suites = [part for name in ("linear", "conv", "sampled", "evaluation") for part in ("--suite", name)]
     files = ["--output", str(tmp_path / "bench.json"), "--figure", str(tmp_path / "bench.png")]
-    code, out, err = run(capsys, "bench", *suites, "--iters", "3", "--repeats", "1", "--threads", "1", *files)
+    code, out, err = run(capsys, *suites, "--iters", "3", "--repeats", "1", "--threads", "1", *files)
     assert code == 0, err
     assert torch.get_num_threads() == threads
     data = json.loads((tmp_path / "bench.json").read_text())
@@ -42,17 +53,17 @@ def test_tables_numbers_and_figure(capsys, tmp_path, small):
 def test_some_variants(capsys, tmp_path, small):
     file = tmp_path / "bench.json"
     options = ["--iters", "3", "--repeats", "1", "--threads", "1", "--variant", "auto", "--output", str(file)]
-    assert run(capsys, "bench", "--suite", "linear", *options)[0] == 0
+    assert run(capsys, "--suite", "linear", *options)[0] == 0
     assert [row["variant"] for row in json.loads(file.read_text())["suites"]["linear"]] == ["plain", "loop", "auto"]
-    code, _, err = run(capsys, "bench", "--suite", "sampled", *options)
+    code, _, err = run(capsys, "--suite", "sampled", *options)
     assert code == 2 and "masked" in err and "found auto" in err
 
 
 def test_what_cannot_be_measured(capsys, small):
-    assert run(capsys, "bench", "--suite", "liner")[0] == 2
-    code, _, err = run(capsys, "bench", "--suite", "linear", "--filter", "nothing")
+    assert run(capsys, "--suite", "liner")[0] == 2
+    code, _, err = run(capsys, "--suite", "linear", "--filter", "nothing")
     assert code == 2 and "nothing" in err
-    assert run(capsys, "bench", "--figure", "bench.gif")[0] == 2
+    assert run(capsys, "--figure", "bench.gif")[0] == 2
 
 
 @pytest.mark.parametrize("case", [SMALL, SMALL_CONV], ids=lambda case: case.title)

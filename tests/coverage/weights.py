@@ -1,7 +1,7 @@
-"""Weights for a check: cheap to make, and such that every layer matters.
+"""Weights for a check, which are cheap to make and let every layer matter.
 
 A network as it is initialised would pass many checks for no reason: scales of zero close its residual branches, layer
-scales of 1e-5 hide them, and running statistics of a norm are those of no data.
+scales of 1e-5 hide them, and the running statistics of its norms do not come from data.
 """
 
 import contextlib
@@ -17,17 +17,18 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 _POOL = 1_000_003
-"""A prime: no row of a weight repeats another one."""
+"""A prime, so that no row of a weight repeats another one."""
 _DRAWS = frozenset({"normal_", "uniform_", "trunc_normal_", "exponential_", "kaiming_uniform_", "kaiming_normal_"}) | {
     "xavier_uniform_", "xavier_normal_", "orthogonal_", "sparse_", "erfinv_",
 }  # fmt: skip
 _SCALES = frozenset({"mul_", "div_"})
-"""Initialisation also scales what it has drawn: of a network that is cut afterwards, memory that would not fit."""
+"""Initialisation also scales what it has drawn. Scaling all of a network that is shortened later would not fit into
+memory."""
 _DROPS = re.compile(r"Drop|StochasticDepth")
 
 
 class _NoDraws(TorchFunctionMode):
-    """Leaves the random part of initialisation out: drawing 300 million numbers takes longer than all checks."""
+    """Skips the random part of initialisation: drawing 300 million numbers takes longer than all checks."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # torch.nn.init hands its tensor on by name.
@@ -49,7 +50,7 @@ def undrawn_weights() -> Iterator[None]:
 
     truncated, torchs = weight_init._trunc_normal_, init._no_grad_trunc_normal_
     weight_init._trunc_normal_ = lambda tensor, *rest: tensor
-    # torch draws again until all numbers lie between the bounds, which undrawn ones never may.
+    # torch draws again until all numbers lie between the bounds, which numbers that are not drawn may never do.
     init._no_grad_trunc_normal_ = lambda tensor, *rest, **options: tensor.detach().zero_()
     try:
         with _NoDraws():
@@ -114,7 +115,7 @@ def _fill(module: nn.Module, name: str, tensor: Tensor, numbers: _Numbers) -> No
         fan = tensor[0].numel() if not getattr(module, "transposed", False) else tensor[:, 0].numel()
         numbers.into(tensor, 1.2 * fan**-0.5)
     elif vector and tensor.numel() > 0:
-        # Layer scales, gains, temperatures: around what they are, far enough from zero.
+        # Layer scales, gains and temperatures stay near what they are, far enough from zero.
         base = torch.where(torch.isfinite(tensor) & (tensor.abs() < 100), tensor, 0.0)
         close = base.abs() < 0.1
         tensor.copy_(torch.where(close, 0.4, base) + numbers.normal(tensor, 0.1))
@@ -165,7 +166,7 @@ def measured_statistics(model: nn.Module, seed: int = 0) -> Iterator[None]:
         for norm in norms:
             if norm.running_mean is not None and norm.running_var is not None:
                 var = norm.running_var
-                # Two images say little of a channel: no variance far below the others', or the scale explodes.
+                # Two images say little about a channel. A variance far below the others would make its scale explode.
                 floor = 0.1 * var.mean() + 1e-3
                 var.copy_((var.clamp_max(1e6) + floor) * numbers.uniform(var, 0.7, 1.4))
                 norm.running_mean.add_(0.1 * var.sqrt() * numbers.normal(var, 1.0))

@@ -1,8 +1,8 @@
-"""Forward and backward passes of a model that is checked, and how far two of them are apart."""
+"""Forward and backward passes of a model under test, and how far apart two of them are."""
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,12 @@ from solver_plugins.surgery import Inputs
 SEED = 1
 _MODULE_SHARE = 1e-2
 _MODEL_SHARE = 1e-5
-"""A gradient far below those of its module or model is compared on their scale: a bias before a norm has the gradient
+"""A gradient far below those of its module or model is compared on their scale: the gradient of a bias before a norm is
 zero, and what is computed is rounding."""
 
 
 def seed_all() -> None:
-    """Starts every generator anew, for a model that draws numbers although its dropout is off."""
+    """Seeds every generator, for models that draw numbers although their dropout is off."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
@@ -99,28 +99,19 @@ def backward(model: nn.Module, outputs: list[Tensor], against: Gradients | None 
     Args:
         model: The model.
         outputs: Of a forward pass.
-        against: Gradients to compare with; they are freed on the way. A gradient that only one of both has is an
+        against: Gradients to compare with; they are freed on the way. A gradient that only one of the two has is an
             infinite error.
     """
     made = Gradients(sizes={} if against is None else dict(against.sizes))
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
 
-    def take(parameter: Tensor) -> None:
-        name, grad = names[id(parameter)], parameter.grad
-        assert grad is not None
-        parameter.grad = None
+    def take(name: str, grad: Tensor) -> None:
         if against is None:
             made.values[name], made.sizes[name] = grad, _size(grad)
         else:
             other = against.values.pop(name, None)
             made.errors[name] = math.inf if other is None else _size(grad - other)
 
-    handles = [p.register_post_accumulate_grad_hook(take) for p in model.parameters() if p.requires_grad]
-    try:
-        _loss(outputs).backward()
-    finally:
-        for handle in handles:
-            handle.remove()
+    _hand_over_gradients(model, outputs, take)
     if against is not None:
         made.errors |= dict.fromkeys(against.values, math.inf)
     return made
@@ -128,22 +119,32 @@ def backward(model: nn.Module, outputs: list[Tensor], against: Gradients | None 
 
 def unfinite(model: nn.Module, outputs: list[Tensor]) -> list[str]:
     """Runs the backward pass and returns the names of Parameters whose gradient has a NaN or infinite number."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     found: list[str] = []
 
-    def take(parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        if not bool(torch.isfinite(parameter.grad).all()):
-            found.append(names[id(parameter)])
-        parameter.grad = None
+    def take(name: str, grad: Tensor) -> None:
+        if not bool(torch.isfinite(grad).all()):
+            found.append(name)
 
-    handles = [p.register_post_accumulate_grad_hook(take) for p in model.parameters() if p.requires_grad]
+    _hand_over_gradients(model, outputs, take)
+    return found
+
+
+def _hand_over_gradients(model: nn.Module, outputs: list[Tensor], take: Callable[[str, Tensor], None]) -> None:
+    """Runs the backward pass; each gradient is taken as it comes, and not kept on its Parameter."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def hand_over(parameter: Tensor) -> None:
+        grad = parameter.grad
+        assert grad is not None
+        parameter.grad = None
+        take(names[id(parameter)], grad)
+
+    handles = [p.register_post_accumulate_grad_hook(hand_over) for p in model.parameters() if p.requires_grad]
     try:
         _loss(outputs).backward()
     finally:
         for handle in handles:
             handle.remove()
-    return found
 
 
 def train(model: nn.Module, inputs: Inputs) -> list[Tensor]:

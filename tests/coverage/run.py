@@ -1,7 +1,7 @@
 """Runs checks in worker processes, and writes each result down as it comes.
 
-A worker that crashes, is out of memory or takes too long costs one failure row and is replaced. Results are lines of
-JSON, appended one at a time; a later line about a model replaces an earlier one.
+A worker that crashes, runs out of memory or takes too long leaves one row with a failure and is replaced. Results are
+lines of JSON, appended one at a time; a later line about a model replaces an earlier one.
 """
 
 import contextlib
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from solver_plugins.integrations.coverage.checks import check
-from solver_plugins.integrations.coverage.result import Row
+from tests.coverage.checks import check
+from tests.coverage.result import Row
 
 RECYCLE = 3 << 30
 """A worker that holds more memory than this between two models is replaced."""
@@ -52,7 +52,7 @@ class Limits:
 
 def run_task(task: Task, known: Mapping[str, str] | None = None) -> Row:
     """Checks one model in this process; ``known`` are names of checked models by their network."""
-    from solver_plugins.integrations.coverage import timm_models, transformers_models
+    from tests.coverage import timm_models, transformers_models
 
     cases = timm_models if task.library == "timm" else transformers_models
     return check(lambda: cases.case(task.name, task.family), *task, known)
@@ -63,7 +63,7 @@ def done(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
     rows = {}
     if path.exists():
         for line in path.read_text().splitlines():
-            # A line that was cut off by a crash is as good as none.
+            # A crash may have cut a line off.
             with contextlib.suppress(ValueError):
                 row = json.loads(line)
                 rows[row["library"], row["name"]] = row
@@ -71,7 +71,7 @@ def done(path: pathlib.Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def append(path: pathlib.Path, row: dict[str, Any]) -> None:
-    """Appends one result as a line of its own, also behind one that was cut off."""
+    """Appends one result as a line of its own, also if the last line was cut off."""
     with path.open("ab+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         size = file.seek(0, os.SEEK_END)
@@ -88,7 +88,7 @@ def versions() -> dict[str, str]:
 
 
 def when_and_with_what(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, str], str]:
-    """Returns the versions and the dates of results: several where they differ."""
+    """Returns the versions and the dates of results, all of them if they differ."""
     used: dict[str, set[str]] = {}
     for row in rows:
         for name, version in row.get("versions", {}).items():
@@ -107,7 +107,7 @@ def write_text(path: pathlib.Path, text: str) -> None:
 
 
 def failed(row: dict[str, Any]) -> bool:
-    """Whether a result is to be looked at again."""
+    """Whether a result needs another look."""
     return bool(row["failures"] or row["foreign"])
 
 
@@ -146,7 +146,7 @@ def run(tasks: Sequence[Task], path: pathlib.Path, workers: int, limits: Limits 
                         bar.set_postfix_str(f"{bad} to look at, last {task.name}")
                         bar.update()
             except BaseException as error:
-                # Of this run itself (no room on the disk, say): told once all have stopped, never lost with a thread.
+                # An error of the run itself, such as a full disk: raised once all threads have stopped.
                 errors.append(error)
             finally:
                 worker.stop()
@@ -162,12 +162,12 @@ def run(tasks: Sequence[Task], path: pathlib.Path, workers: int, limits: Limits 
 
 
 def _serves_others(row: dict[str, Any]) -> bool:
-    """Whether the results of a model are those of every other one that is the same network."""
+    """Whether the results of a model also serve for other models that are the same network."""
     return bool(row.get("network")) and not row.get("same_as") and not failed(row)
 
 
 def _checked(worker: "_Worker", task: Task, limits: Limits, originals: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Checks one model, or walks it and takes over what another one gave that is the same network."""
+    """Checks one model, or walks it and takes over the results of a model that is the same network."""
     row = worker.check(task, limits, {network: one["name"] for network, one in list(originals.items())})
     if row["same_as"] is None:
         return row
@@ -231,7 +231,7 @@ class _Worker:
 
 
 def _memory(pid: int | None) -> int:
-    """Returns the resident memory of a process in bytes, zero where the system does not tell."""
+    """Returns the resident memory of a process in bytes, or zero if the system does not tell."""
     try:
         return int(pathlib.Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
@@ -251,7 +251,7 @@ def _serve(pipe: Connection) -> None:
 
 
 def still_to_do(tasks: Iterable[Task], path: pathlib.Path, retry_failed: bool) -> list[Task]:
-    """Returns the tasks without a result; with ``retry_failed`` also those whose result is no success."""
+    """Returns the tasks without a result, and with ``retry_failed`` those that failed."""
     rows = done(path)
     return [
         task for task in tasks if (row := rows.get((task.library, task.name))) is None or (retry_failed and failed(row))

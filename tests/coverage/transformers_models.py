@@ -14,12 +14,12 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from solver_plugins.integrations.coverage.result import Case
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery.inputs import BATCH, candidate_inputs
+from tests.coverage.result import Case
 
 SIDE = 64
-"""Of images for a network that takes any size."""
+"""Side of the images for a network that takes any size."""
 _WORDS = {
     2: "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers "
     "num_encoder_blocks_ num_experts_per_tok moe_topk num_hash_functions num_mem_blocks",
@@ -83,11 +83,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
                "layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1], "intermediate_size": 64,
                "chunk_size": 8, "mamba_d_state": 8},
 }  # fmt: skip
-"""What a model type needs besides."""
+"""Further settings that a model type needs."""
 
 
 def _patches() -> Inputs:
-    """Images that are cut into patches already."""
+    """Returns images that are already cut into patches."""
     shapes = torch.tensor([[2, 2]] * BATCH)
     patches = torch.randn(BATCH, 4, 3 * 16 * 16, generator=torch.Generator().manual_seed(0))
     mask = torch.ones(BATCH, 4, dtype=torch.long)
@@ -143,7 +143,7 @@ def _shrink(config: Any) -> None:
     if isinstance(heads, int) and getattr(config, "head_dim", 0) is None:
         config.head_dim = config.hidden_size // heads
     if getattr(config, "pad_token_id", 0) is None:
-        # A classifier of several texts needs to know where each one ends.
+        # A classifier of several texts needs to know where each of them ends.
         config.pad_token_id = 0
     kinds, depth = vars(config).get("layer_types"), getattr(config, "num_hidden_layers", None)
     if isinstance(kinds, list) and isinstance(depth, int):

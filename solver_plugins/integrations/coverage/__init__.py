@@ -1,1 +1,0 @@
-"""Every model of timm and every classifier of transformers: walked, converted, checked against itself, reverted."""
