@@ -9,7 +9,7 @@ from torch.nn.utils import parametrize
 
 from solver_plugins.blocks.dropout import mark_as_drawn, undropped
 from solver_plugins.blocks.fold import diagonal_of, reference_diagonal
-from solver_plugins.blocks.link import Handed, Link, await_arrival, put
+from solver_plugins.blocks.link import Handed, Link, hand_over
 from solver_plugins.blocks.outlet import folded_norm, repair_ends
 from solver_plugins.blocks.run import Activation, OutputKind, check_combination, check_rank, make_solver, run_block
 from solver_plugins.blocks.scale import SCALE_BUFFERS, Scaled
@@ -169,9 +169,7 @@ class SolverBlock(Scaled):
                 output, kernel = super().forward(input), self._kernel()
         else:
             output, kernel = super().forward(input), self._kernel()
-        if not torch.compiler.is_compiling():
-            await_arrival(link, output)
-        return put(output, Handed(link, self, input, kernel, segments=current_segments(self.training)))
+        return hand_over(output, Handed(link, self, input, kernel, segments=current_segments()))
 
     def solve_behind(self, handed: Handed, argument: Tensor) -> Tensor:
         """Returns the solver's argument in place of the plain one, behind a norm or a skip.

@@ -43,7 +43,7 @@ class RoutedDropout(Shell):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the dropout's output, unless a solver has drawn the input already."""
-        drawn = find(input, (_DRAWN,))
+        drawn = find(input, _DRAWN)
         if drawn is not None and not drawn.broken:
             return input
         output: Tensor = super().forward(input)
@@ -61,7 +61,7 @@ def undropped(input: Tensor) -> Tensor:
     Raises:
         SolverPluginsError: If it does not come from one: it would be dropped twice.
     """
-    handed = find(input, (_DROPPED,))
+    handed = find(input, _DROPPED)
     if handed is None or handed.broken:
         raise SolverPluginsError(
             "Expected the very output of this block's dropout, which it shares with other layers; found another "

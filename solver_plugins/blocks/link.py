@@ -88,9 +88,10 @@ class Link:
         return made
 
     def carries(self) -> bool:
-        """Whether operations stand between both ends: a sum, or the sum of an adapter that wraps the layer."""
+        """Whether operations stand between both ends: a sum, or an adapter that wraps the layer or hooks into it."""
         layer: Any = self.layer.module
-        return self.role == "activation" or not isinstance(layer, Shell) or layer.link is not self
+        direct = isinstance(layer, Shell) and layer.link is self and not layer._forward_hooks
+        return self.role == "activation" or not direct
 
 
 class Handed:
@@ -147,21 +148,22 @@ def put(tensor: Tensor, handed: Handed) -> Tensor:
     return tensor
 
 
-def find(tensor: Tensor, links: Iterable[Any]) -> Handed | None:
-    """Returns the mark of one of these links, if there is one."""
+def find(tensor: Tensor, link: Any) -> Handed | None:
+    """Returns the mark of a link, if there is one."""
     for one in marks_of(tensor):
-        for link in links:
-            if one.link is link:
-                return one
+        if one.link is link:
+            return one
     return None
 
 
-def take(tensor: Tensor, links: Iterable[Link]) -> Handed | None:
+def take(tensor: Tensor, links: tuple[Link, ...]) -> Handed | None:
     """Returns the mark of one of these links and removes it: no graph outlives its step through a mark."""
-    found = find(tensor, links)
-    if found is not None:
-        setattr(tensor, _MARKS, tuple(one for one in marks_of(tensor) if one is not found))
-    return found
+    found = [one for one in marks_of(tensor) for link in links if one.link is link]
+    if not found:
+        return None
+    setattr(tensor, _MARKS, tuple(one for one in marks_of(tensor) if one not in found))
+    # The sum of two converted layers, of which each waits for this activation, belongs to neither.
+    return found[0] if len(found) == 1 else Handed(found[0].link, broken="a sum with another converted layer")
 
 
 class Carry(TorchFunctionMode):
@@ -260,40 +262,66 @@ def _unmarked(result: Any) -> Any:
 
 
 class _Thread(threading.local):
-    """What runs in one thread: how many scopes, and what layers have handed over that nobody has taken yet."""
+    """What runs in one thread.
+
+    Attributes:
+        depth: How many scopes.
+        waiting: What layers have handed over and nobody has taken yet, with the node that computed it. A tensor of a
+            reentrant segment gets its node only when the segment ends, so that it is kept itself.
+        recomputing: The node of a backward pass for which a segment is recomputed; None outside of any.
+    """
 
     def __init__(self) -> None:
         self.depth = 0
-        self.waiting: dict[Link, Any] = {}
+        self.waiting: dict[Link, tuple[Handed, Any]] = {}
+        self.recomputing: Any = None
 
 
 _THREAD = _Thread()
 
 
-def await_arrival(link: Link, output: Tensor) -> None:
-    """Takes note that a layer has handed something over; a lone recomputation in a backward pass does not count."""
-    if torch._C._current_graph_task_id() == -1:
-        _THREAD.waiting[link] = output.grad_fn
+def hand_over(tensor: Tensor, handed: Handed) -> Tensor:
+    """Marks what a layer, or a norm behind it, hands to an activation after a sum, and waits for its arrival."""
+    if not torch.compiler.is_compiling() and handed.link.role == "activation":
+        here, node = _THREAD, torch._C._current_autograd_node()
+        if here.recomputing is not node:
+            # What another recomputed segment has left belongs to nobody, and would keep its graph alive.
+            here.recomputing = node
+            here.waiting.clear()
+        here.waiting[handed.link] = handed, tensor.grad_fn or (tensor if handed.segments else None)
+    return put(tensor, handed)
 
 
 def arrived(link: Link) -> None:
-    """Takes note that it has been taken."""
+    """Takes note that what was handed over has been taken."""
     _THREAD.waiting.pop(link, None)
 
 
-def may_be_lost(link: Link, tensor: Tensor) -> bool:
-    """Whether a tensor without a mark may be what a link's layer has handed over in this pass."""
+def recovered(link: Link, tensor: Tensor) -> Handed | None:
+    """Returns what a tensor without a mark is known to be by its graph of gradients: a sum with what was handed over.
+
+    A function that is recomputed by gradient checkpointing runs outside of any scope, so that nothing carries marks.
+
+    Raises:
+        LookupError: If the tensor may come from what was handed over in another way.
+    """
     if link not in _THREAD.waiting:
-        return False
-    node = _THREAD.waiting[link]
-    level, seen = {tensor.grad_fn}, set()
-    # Without a graph of gradients nobody knows.
-    while level and node is not None:
-        if node in level:
-            return True
-        seen |= level
-        level = {one for after in level if after is not None for one, _ in after.next_functions} - seen
-    return node is None
+        return None
+    handed, node = _THREAD.waiting[link]
+    node = node.grad_fn if isinstance(node, Tensor) else node
+    if node is None:
+        raise LookupError
+    for sums_only in (True, False):
+        level, seen = {tensor.grad_fn} - {None}, set()
+        while level and node not in level:
+            seen |= level
+            through = [one for one in level if not sums_only or one.name() == "AddBackward0"]
+            level = {after for one in through for after, _ in one.next_functions} - seen - {None}
+        if level:
+            if sums_only:
+                return handed
+            raise LookupError
+    return None
 
 
 def open_scope(link: Link) -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks.fold import check_foldable, normalised
-from solver_plugins.blocks.link import Handed, Link, Place, Role, arrived, find, may_be_lost, put, take
-from solver_plugins.blocks.segment import current_segments, left_out
+from solver_plugins.blocks.link import Handed, Link, Place, Role, arrived, hand_over, recovered, take
+from solver_plugins.blocks.segment import current_segments, left_out, without_graph
 from solver_plugins.blocks.shell import Shell, made_class, take_off
 from solver_plugins.blocks.stepsize import certify_after_loading
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
@@ -41,9 +41,9 @@ class Outlet(Shell):
             handed = self._taken(input)
             return super().forward(input if handed is None else handed.block.solve_behind(handed, input))
         if self.role == "passing":
-            handed = find(input, self.links)
+            handed = take(input, self.links)
             output: Tensor = super().forward(input)
-            return output if handed is None else put(output, handed.past(self, input))
+            return output if handed is None else hand_over(output, handed.past(self, input))
         handed = self._taken(input)
         assert handed is not None
         handed = handed.past(self, input)
@@ -56,35 +56,48 @@ class Outlet(Shell):
         """Returns what a layer handed over; None where the data is not that of a converted layer."""
         handed = take(input, self.links)
         if handed is None:
-            self._refuse_lost(input)
+            handed = self._recovered(input)
+        if handed is None:
             return None
         if handed.broken:
             raise SolverPluginsError(
-                f"Between {handed.link.name!r} and the norm or activation in which its solver runs, {handed.broken!r} "
+                f"Between {handed.link.name!r} and the norm or activation in which its solver runs, {handed.broken} "
                 f"changed what the layer returned. Expected nothing but sums there. Convert again with "
                 f"exclude=[{handed.link.name!r}], or without what was put in between."
             )
         if not torch.compiler.is_compiling():
             arrived(handed.link)
-            if left_out(handed.segments, current_segments(self.training)):
+            now = current_segments()
+            if left_out(handed.segments, now) or _lacks_gradients(handed, now):
                 raise SolverPluginsError(_without_its_layer(handed.link, recomputed=True))
         return handed
 
-    def _refuse_lost(self, input: Tensor) -> None:
-        """Raises for a tensor without a mark, unless it may be another layer's."""
+    def _recovered(self, input: Tensor) -> Handed | None:
+        """Returns what a tensor without a mark is; None where it may be another layer's.
+
+        Raises:
+            SolverPluginsError: If neither is known.
+        """
         if torch.compiler.is_compiling():
             if self.role != "activation":
                 raise SolverPluginsError(_without_its_layer(self.links[0]))
-            return
+            return None
         for link in self.links:
             if block_at(link) is None:
                 raise SolverPluginsError(
                     f"Expected the converted layer at {link.name!r}; found {type(link.layer.module).__name__}, put "
                     "there after the conversion. Call revert_model(model) first, then replace it, then convert."
                 )
-            if self.role != "activation" or may_be_lost(link, input):
+            try:
+                found = recovered(link, input)
+                if self.role != "activation":
+                    raise LookupError
+            except LookupError:
                 again = torch._C._current_graph_task_id() != -1
-                raise SolverPluginsError(_without_its_layer(link, recomputed=again))
+                raise SolverPluginsError(_without_its_layer(link, recomputed=again)) from None
+            if found is not None:
+                return found
+        return None
 
     def extra_repr(self) -> str:
         """Returns the module's own line, and whose solver runs here."""
@@ -92,6 +105,18 @@ class Outlet(Shell):
         what = "folded into" if self.role == "passing" else "solves for"
         own = super().extra_repr()
         return f"{own}, {what} {layers}" if own else f"{what} {layers}"
+
+
+def _lacks_gradients(handed: Handed, now: tuple[Any, ...]) -> bool:
+    """Whether gradients cannot pass through what was handed over: it was computed in a reentrant segment, without any.
+
+    What such a segment was given has its graph. What was computed in it has none until it is recomputed.
+    """
+    if not torch.is_grad_enabled() or not without_graph(handed.segments, now):
+        return False
+    batch = handed.normed is not None and getattr(handed.norm, "training", False)
+    needed = [handed.input, handed.normed] if batch else [handed.input]
+    return not all(tensor is not None and tensor.requires_grad for tensor in needed)
 
 
 def _without_its_layer(link: Link, recomputed: bool = False) -> str:

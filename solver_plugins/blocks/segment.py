@@ -14,26 +14,24 @@ from torch.utils.checkpoint import CheckpointFunction
 _REENTRANT = CheckpointFunction.forward.__code__
 
 
-def current_segments(training: bool) -> tuple[Any, ...]:
-    """Returns one object for every checkpointed segment that runs in this thread, the innermost first.
-
-    Args:
-        training: Whether the module that asks is in training mode. Only then is a pass without gradients a hint at a
-            segment of the reentrant kind.
-    """
+def current_segments() -> tuple[Any, ...]:
+    """Returns one object for every checkpointed segment that runs in this thread, the innermost first."""
     if torch.compiler.is_compiling():
         return ()
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     inside = hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
-    if not inside and (not training or torch.is_grad_enabled()):
+    # A segment of the reentrant kind runs without gradients.
+    if not inside and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
         return ()
     # The objects themselves, not their ids: what is kept alive cannot be mistaken for a later segment.
     found = []
     frame: Any = sys._getframe()
     while frame is not None:
         if frame.f_code is _REENTRANT:
-            found.append(frame.f_locals["ctx"])
-        elif frame.f_code.co_filename == _REENTRANT.co_filename:
+            # Where nothing is differentiated, nothing is recomputed.
+            if any(frame.f_locals["ctx"].needs_input_grad):
+                found.append(frame.f_locals["ctx"])
+        elif inside and frame.f_code.co_filename == _REENTRANT.co_filename:
             # A segment of the other kind is a generator that waits for the segment's end.
             found.extend(one for one in frame.f_locals.values() if isinstance(one, GeneratorType))
         frame = frame.f_back
@@ -43,3 +41,9 @@ def current_segments(training: bool) -> tuple[Any, ...]:
 def left_out(segments: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     """Whether what ran in the first segments is left out when the innermost of the present ones is recomputed."""
     return bool(now) and not any(now[0] is one for one in segments)
+
+
+def without_graph(segments: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+    """Whether some of the first segments, of the reentrant kind, have ended: no gradients were recorded in them."""
+    ended = [one for one in segments if not any(one is other for other in now)]
+    return any(not isinstance(one, GeneratorType) and not callable(one) for one in ended)
