@@ -10,6 +10,7 @@ import re
 import reprlib
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,7 +18,44 @@ import pydantic
 import pydantic_core
 import yaml
 
-from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.errors import OptionError, SolverPluginsError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong with one option.
+
+    Attributes:
+        name: The option's dotted name; "" for the config as a whole.
+        text: The rest of the sentence, behind the owner and the name.
+        unknown: Whether there is no such option.
+    """
+
+    name: str
+    text: str
+    unknown: bool = False
+
+    def sentence(self, owner: str) -> str:
+        """Returns the problem as a sentence about the owner of the options."""
+        if self.unknown:
+            return f"{owner} has no option {self.name!r}.{self.text}"
+        return f"{owner}, option {self.name!r}{self.text}" if self.name else f"{owner}{self.text}"
+
+    def inside(self, section: str) -> "Problem":
+        """Returns the same problem, seen from the config that holds the section."""
+        return replace(self, name=".".join(filter(None, (section, self.name))))
+
+
+class InvalidOptionsError(OptionError):
+    """Options that do not fit, each with what is wrong with it.
+
+    Raised by :meth:`StrictConfig.parse`. Raised inside of a validator it is told by the config around it, with that
+    config's owner and the whole dotted names.
+    """
+
+    def __init__(self, owner: str, problems: Iterable[Problem]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problem.sentence(owner) for problem in self.problems))
 
 
 class StrictConfig(pydantic.BaseModel):
@@ -59,11 +97,16 @@ class StrictConfig(pydantic.BaseModel):
             raise OptionError(f"{owner} takes a mapping of options; found {type(options).__name__}.")
         unknown = [name for name in options if name not in cls.model_fields]
         if unknown:
-            raise OptionError("\n".join(unknown_option(owner, str(name), [cls]) for name in unknown))
+            raise InvalidOptionsError(owner, [unknown_option(str(name), [cls]) for name in unknown])
+        return cls._validated(options, owner)
+
+    @classmethod
+    def _validated(cls, options: Mapping[str, Any], owner: str, context: Any = None) -> Self:
+        """Builds the config; validators find ``context`` in their ``info``. Raises as :meth:`parse` does."""
         try:
-            return cls(**options)
+            return cls.model_validate(options, context=context)
         except pydantic.ValidationError as error:
-            raise OptionError(_explain(owner, cls, error)) from None
+            raise _error(owner, cls, error) from None
 
     def options(self) -> dict[str, Any]:
         """Returns the fields as plain JSON-ready values."""
@@ -137,39 +180,53 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
-def unknown_option(owner: str, name: str, models: list[type[pydantic.BaseModel]], near: Iterable[str] = ()) -> str:
+def unknown_option(name: str, models: list[type[pydantic.BaseModel]], near: Iterable[str] = ()) -> Problem:
     """Says that none of ``models`` has the option, and which ones there are; ``near`` may have been meant, too."""
     last = name.rpartition(".")[2]
     hints = [hint for model in models if (hint := getattr(model, "hints", {}).get(last))]
     fields = {field for model in models for field in model.model_fields}.union(near)
-    return f"{owner} has no option {name!r}.{''.join(f' {hint}' for hint in hints)}{did_you_mean(last, fields)}"
+    return Problem(name, f"{''.join(f' {hint}' for hint in hints)}{did_you_mean(last, fields)}", unknown=True)
 
 
-def _explain(owner: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> str:
+def _error(owner: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> SolverPluginsError:
     """Turns a pydantic error into lines of "owner, option 'name': expected ..., found ...", one for each option."""
     groups: dict[_Place, list[Any]] = {}
     for item in error.errors(include_url=False):
         groups.setdefault(_locate(model, item), []).append(item)
-    return "\n".join(_explain_option(owner, place, items) for place, items in groups.items())
+    problems = [problem for place, items in groups.items() for problem in _problems(place, items)]
+    made = InvalidOptionsError(owner, problems)
+    raised = [_raised(items) for items in groups.values()]
+    if len(raised) == 1 and isinstance(raised[0], SolverPluginsError) and not isinstance(raised[0], OptionError):
+        # A validator's own kind of error (TargetError) is what a caller waits for.
+        return type(raised[0])(str(made))
+    return made
 
 
-def _explain_option(owner: str, place: "_Place", items: list[Any]) -> str:
+def _raised(items: list[Any]) -> Exception | None:
+    """Returns the exception that a validator raised about an option."""
+    return items[0].get("ctx", {}).get("error")
+
+
+def _problems(place: "_Place", items: list[Any]) -> list[Problem]:
     """Says what is wrong with one option; the branches of a union fail one by one and become "expected a or b"."""
-    kind, value = items[0]["type"], items[0]["input"]
+    kind, value, raised = items[0]["type"], items[0]["input"], _raised(items)
+    if isinstance(raised, InvalidOptionsError):
+        return [problem.inside(place.name) for problem in raised.problems]
+    if isinstance(raised, SolverPluginsError):
+        return [Problem(place.name, f": {raised}")]
     if kind == "extra_forbidden":
-        return unknown_option(owner, place.name, list(place.models))
-    where = f"{owner}, option {place.name!r}" if place.name else owner
+        return [unknown_option(place.name, list(place.models))]
     hint = f" {place.description}" if place.description else ""
     if kind == "missing":
-        return f"{where} is required.{hint}"
+        return [Problem(place.name, f" is required.{hint}")]
     found = f"found {_REPR.repr(value)} ({type(value).__name__}).{hint}"
     if kind in ("value_error", "assertion_error"):
-        # A validator's own sentence. One about the whole model says itself what it found.
+        # A validator's own sentence. One about a whole model says itself what it found.
         sentence = items[0]["msg"].partition(", ")[2]
-        return f"{where}: {sentence}; {found}" if place.name else f"{where}: {sentence}"
+        return [Problem(place.name, f": {sentence}" if place.models else f": {sentence}; {found}")]
     reasons = [item["msg"].removeprefix("Input should be ") for item in items]
     reasons = [f"a value {reason}" if reason.startswith(("greater", "less")) else reason for reason in reasons]
-    return f"{where}: expected {' or '.join(dict.fromkeys(reasons))}, {found}"
+    return [Problem(place.name, f": expected {' or '.join(dict.fromkeys(reasons))}, {found}")]
 
 
 class _Place(typing.NamedTuple):

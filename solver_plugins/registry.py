@@ -241,6 +241,8 @@ def _check_solver(name: str, solver: Any) -> None:
         )
 
 
+DEFAULT_SOLVER = "proxsg"
+"""The solver that is meant where none is named: the paper's."""
 SOLVERS: Registry[Any] = Registry("solver", entry_point_group="solver_plugins.solvers", check=_check_solver)
 
 S = TypeVar("S", bound=type)

@@ -4,6 +4,7 @@ from solver_plugins.blocks.base import SolverBlock, install_block, remove_block
 from solver_plugins.blocks.calibration import calibrate, set_blend
 from solver_plugins.blocks.chain import ChainBlock, Outlet, Partner, install_chain, partner_of, remove_chain, scope_of
 from solver_plugins.blocks.classes import SolverConv1d, SolverConv2d, SolverConv3d, SolverLinear
+from solver_plugins.blocks.find import blocks_of
 from solver_plugins.blocks.functional import solve_layer, solver_conv1d, solver_conv2d, solver_conv3d, solver_linear
 from solver_plugins.blocks.layer import LayerBlock
 from solver_plugins.blocks.made import take_off
@@ -24,6 +25,7 @@ __all__ = [
     "SolverConv3d",
     "SolverLinear",
     "TrackedStep",
+    "blocks_of",
     "cache_gram",
     "calibrate",
     "install_block",

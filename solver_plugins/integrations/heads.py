@@ -5,7 +5,7 @@ from typing import Any
 import pydantic
 from torch import nn
 
-from solver_plugins.blocks import SolverBlock
+from solver_plugins.blocks import LayerBlock
 from solver_plugins.config import StrictConfig
 from solver_plugins.dropblock.classifier import find_classifier
 from solver_plugins.equilibrium import HeadError
@@ -59,7 +59,7 @@ def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **opti
             f"Expected a model with a classifier inside; found a single {type(layer).__name__}. Put it into an "
             "nn.Sequential, or make an OptEqHead yourself."
         )
-    if isinstance(layer, SolverBlock):
+    if isinstance(layer, LayerBlock):
         raise HeadError(
             f"Expected {name!r} to be a plain linear layer; found a solver. Convert the model with "
             f"exclude=[{name!r}], or revert it first."

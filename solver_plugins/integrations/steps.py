@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import TrackedStep
+from solver_plugins.blocks import blocks_of
 from solver_plugins.blocks.stepsize import KEPT_BUFFERS
 from solver_plugins.integrations.errors import LoadingError
 
@@ -26,8 +26,7 @@ def step_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers of all solver blocks, by name; those of the model itself, not copies."""
     return {
         f"{name}.{own}" if name else own: buffer
-        for name, block in model.named_modules()
-        if isinstance(block, TrackedStep)
+        for name, block in blocks_of(model).items()
         for own, buffer in block._buffers.items()
         if own in KEPT_BUFFERS and buffer is not None
     }
@@ -82,10 +81,9 @@ def read_steps(model: nn.Module, folder: Path) -> None:
 def _fingerprint(model: nn.Module) -> str:
     """Returns a hash of the weights that the step sizes belong to."""
     hashed = hashlib.sha256()
-    for name, block in model.named_modules():
-        if isinstance(block, TrackedStep):
-            kernel = block._kernel().detach()
-            whole = kernel.full_tensor() if hasattr(kernel, "full_tensor") else kernel
-            hashed.update(name.encode())
-            hashed.update(whole.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    for name, block in blocks_of(model).items():
+        kernel = block._kernel().detach()
+        whole = kernel.full_tensor() if hasattr(kernel, "full_tensor") else kernel
+        hashed.update(name.encode())
+        hashed.update(whole.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return hashed.hexdigest()

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from solver_plugins.blocks import TrackedStep, refresh_steps
+from solver_plugins.blocks import blocks_of, refresh_steps
 from solver_plugins.errors import OptionError, SolverPluginsWarning, warn
 from solver_plugins.integrations.steps import STEPS, read_steps, write_steps
 from solver_plugins.surgery import ConversionError, solver_report
@@ -143,7 +143,7 @@ def _checkpoint(args: Any, state: Any) -> Path:
 
 
 def _converted(model: Any) -> bool:
-    return isinstance(model, nn.Module) and any(isinstance(module, TrackedStep) for module in model.modules())
+    return isinstance(model, nn.Module) and bool(blocks_of(model))
 
 
 def _state_of(model: nn.Module) -> dict[str, float]:

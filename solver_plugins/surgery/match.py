@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.utils import parametrize
 
-from solver_plugins.blocks import SolverBlock
+from solver_plugins.blocks import LayerBlock
 from solver_plugins.blocks.made import hides_forward
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators import reader_for
 from solver_plugins.surgery.graph import Graph
 from solver_plugins.surgery.kinds import is_linear_function, linear_like
-from solver_plugins.surgery.parts import Block, DropoutPart, Sampling
+from solver_plugins.surgery.parts import CALLED, Block, DropoutPart, Samples
 from solver_plugins.surgery.record import Call, Record
 from solver_plugins.surgery.surroundings import Surroundings, surroundings_of
 
@@ -80,8 +80,8 @@ def _block(graph: Graph, name: str, module: nn.Module, use: _Uses, found: Surrou
         inside = record.call_counts.get(name, 0) > 0
         reasons.append("called inside of another layer only" if inside else "never called in the forward pass")
     if found is None:
-        return Block(name, module, host_name=name, aliases=aliases, reasons=tuple(reasons))
-    hosts = {
+        return Block(name, module, outlet_name=name, aliases=aliases, reasons=tuple(reasons))
+    outlets = {
         "linear": name,
         "norm": found.norm.name if found.norm else name,
         "activation": (found.activation.name or name) if found.activation else name,
@@ -97,8 +97,8 @@ def _block(graph: Graph, name: str, module: nn.Module, use: _Uses, found: Surrou
         activation=found.activation,
         prior=found.prior,
         nonprox_reason=found.nonprox_reason,
-        host=found.host,
-        host_name=hosts[found.host],
+        outlet=found.outlet,
+        outlet_name=outlets[found.outlet],
         input_shape=record.values[first.inputs[0].value].shape,
         output_shape=record.values[first.outputs[0]].shape,
         is_last=found.is_last,
@@ -111,7 +111,7 @@ def _block(graph: Graph, name: str, module: nn.Module, use: _Uses, found: Surrou
 
 def _layer_problems(record: Record, name: str, module: nn.Module) -> list[str]:
     reasons = []
-    if isinstance(module, SolverBlock):
+    if isinstance(module, LayerBlock):
         reasons.append("already a solver block; revert the model first")
     elif hides_forward(module):
         reasons.append("carries a forward of its own on the instance (an accelerate hook?), which would hide a solver")
@@ -145,8 +145,8 @@ def _merged(around: list[Surroundings]) -> Surroundings | None:
         why = f"called {len(around)} times in different surroundings ({patterns}), so only the layer is common"
         found = Surroundings(found.call, notes=[why])
     elif len(around) > 1:
-        if found.host != "linear":
-            found.reasons.append(f"called {len(around)} times: a {found.host} hosts a block for one call only")
+        if found.outlet != "linear":
+            found.reasons.append(f"called {len(around)} times: a {found.outlet} can finish one call only")
         found.notes.append(f"called {len(around)} times")
     found.is_last = any(one.is_last for one in around)
     found.dropout = _owned(found.dropout, around)
@@ -174,31 +174,30 @@ def _give_each_sum_one_block(found: dict[str, Surroundings | None]) -> None:
 
 def _loose(graph: Graph, parameter: str, owner: nn.Module, use: _Uses) -> Block:
     reason = f"a Parameter of {type(owner).__name__} that {graph.label(use.reads[0])} multiplies by, not a layer"
-    return Block(parameter, owner, host_name=parameter, reasons=(reason,))
+    return Block(parameter, owner, outlet_name=parameter, reasons=(reason,))
 
 
 def _finished(block: Block) -> Block:
-    """Adds what kinds of solvers a block can become."""
+    """Adds what a solver may draw that the block is converted to."""
     if block.reasons:
         return block
-    kinds: set[Sampling] = {"deterministic", "sampling", "coordinate"}
+    samples: set[Samples] = {"nothing", "inputs", "outputs"}
     reasons = []
-    functional = block.dropout is not None and block.dropout.ownership == "functional"
-    if functional and block.dropout is not None:
-        lost: Sampling = "coordinate" if block.dropout.after else "sampling"
-        kinds.discard(lost)
+    if block.dropout is not None and block.dropout.ownership == "functional":
+        lost: Samples = "outputs" if block.dropout.after else "inputs"
+        samples.discard(lost)
         where = "behind" if block.dropout.after else "before"
         reasons.append(
             f"the dropout {where} it is a function (F.dropout), not a module that a solver could take over: not for "
-            f"{lost} solvers"
+            f"{CALLED[lost]} solvers"
         )
     if block.prior is not None and block.prior.zero_argument is None:
-        kinds.discard("coordinate")
+        samples.discard("outputs")
         reasons.append(
             f"the activation {block.prior.name!r} never is zero, as outputs that are not drawn must be: not for "
             "coordinate solvers"
         )
-    return dataclasses.replace(block, reasons=tuple(reasons), convertible=frozenset(kinds))
+    return dataclasses.replace(block, reasons=tuple(reasons), convertible=frozenset(samples))
 
 
 def without_activation(block: Block, why: str) -> Block:
@@ -213,7 +212,7 @@ def without_activation(block: Block, why: str) -> Block:
         activation=None,
         prior=Block("", block.module).prior,
         nonprox_reason=None,
-        host="linear",
-        host_name=block.name,
+        outlet="linear",
+        outlet_name=block.name,
         notes=(*block.notes, why),
     )

@@ -20,8 +20,10 @@ Pattern = Literal[
     "linear",
 ]
 PATTERNS: tuple[Pattern, ...] = Pattern.__args__  # type: ignore[attr-defined]
-Sampling = Literal["deterministic", "sampling", "coordinate"]
-"""Kinds of solvers: those that draw nothing, input features, and output features."""
+Samples = Literal["nothing", "inputs", "outputs"]
+"""What a solver draws at random: nothing, input features, or output features."""
+CALLED: dict[Samples, str] = {"nothing": "deterministic", "inputs": "sampling", "outputs": "coordinate"}
+"""What messages call a solver, by what it draws."""
 Ownership = Literal["private", "shared", "functional"]
 """Of a part: a module that serves this block alone, one that serves others too, or a function."""
 
@@ -129,8 +131,8 @@ class Block:
         prior: The prior whose proximal map is the activation; the identity's where there is none; None where the
             activation is no proximal map.
         nonprox_reason: Why it is none.
-        host: Which module becomes the solver: the linear layer, the norm, or the activation.
-        host_name: That module's name.
+        outlet: Where the solver's result comes out: the linear layer, the norm, or the activation.
+        outlet_name: That module's name.
         input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
         output_shape: Shape of its output.
         is_last: Whether the model returns its output: the classifier.
@@ -138,7 +140,7 @@ class Block:
         aliases: Further names of the layer.
         reasons: What makes the block impossible to convert, at all or for some solvers.
         notes: What else is worth knowing, such as why no longer pattern matched.
-        convertible: The kinds of solvers that it can be converted to.
+        convertible: What a solver may draw that it is converted to.
     """
 
     name: str
@@ -150,8 +152,8 @@ class Block:
     activation: ActivationPart | None = None
     prior: Prior | None = dataclasses.field(default_factory=IdentityPrior)
     nonprox_reason: str | None = None
-    host: Literal["linear", "norm", "activation"] = "linear"
-    host_name: str = ""
+    outlet: Literal["linear", "norm", "activation"] = "linear"
+    outlet_name: str = ""
     input_shape: tuple[int, ...] = ()
     output_shape: tuple[int, ...] = ()
     is_last: bool = False
@@ -159,9 +161,15 @@ class Block:
     aliases: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    convertible: frozenset[Sampling] = frozenset()
+    convertible: frozenset[Samples] = frozenset()
 
     @property
     def p(self) -> float:
         """The rate of the block's dropout; zero without one."""
         return self.dropout.p if self.dropout is not None else 0.0
+
+    def dropout_for(self, samples: Samples) -> DropoutPart | None:
+        """Returns the dropout whose work a solver takes over: before the layer, or behind it if outputs are drawn."""
+        if self.dropout is None or samples == "nothing":
+            return None
+        return self.dropout if self.dropout.after == (samples == "outputs") else None

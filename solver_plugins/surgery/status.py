@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import ChainBlock, LayerBlock
+from solver_plugins.blocks import ChainBlock, LayerBlock, blocks_of
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_from_kernel
 from solver_plugins.solvers import SamplingSolver
@@ -34,7 +34,7 @@ class BlockStatus:
 
     Attributes:
         name: The linear layer's name.
-        host: Where the solver's result comes out.
+        outlet: Where the solver's result comes out.
         role: What that is: the "layer", or its "norm", "norm-activation" or "activation".
         solver: The solver's registered name.
         iters: Its proximal steps.
@@ -58,7 +58,7 @@ class BlockStatus:
     """
 
     name: str
-    host: str
+    outlet: str
     role: str
     solver: str
     iters: int
@@ -159,7 +159,7 @@ def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
     """
     if not isinstance(model, nn.Module):
         raise OptionError(f"Expected a converted model; found {type(model).__name__}.")
-    found = {name: block for name, block in model.named_modules() if isinstance(block, LayerBlock)}
+    found = blocks_of(model)
     if not found:
         raise ConversionError(
             f"Expected a converted model; found {type(model).__name__} without a solver block. Convert it with "
@@ -184,7 +184,7 @@ def _row(name: str, block: LayerBlock, names: dict[int, str]) -> BlockStatus:
         tau = solver.tau(outputs if solver.samples == "outputs" else inputs)
     return BlockStatus(
         name=name,
-        host=names.get(id(block.outlet.module), block.outlet.name) if isinstance(block, ChainBlock) else name,
+        outlet=names.get(id(block.outlet.module), block.outlet.name) if isinstance(block, ChainBlock) else name,
         role=block.role if isinstance(block, ChainBlock) else "layer",
         solver=solver.name,
         iters=solver.config.iters,
@@ -271,7 +271,7 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     passed, roomy = any(block.calls is not None for block in blocks), width >= ROOMY
     columns: dict[str, list[str]] = {"layer": [block.name for block in blocks]}
     if roomy:
-        columns["host"] = [block.role if block.role == "layer" else block.host for block in blocks]
+        columns["outlet"] = [block.role if block.role == "layer" else block.outlet for block in blocks]
     if len({block.solver for block in blocks}) > 1:
         columns["solver"] = [block.solver for block in blocks]
     if any(block.tau is not None for block in blocks) and (roomy or not passed):

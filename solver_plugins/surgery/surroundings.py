@@ -29,7 +29,7 @@ class Surroundings:
     activation: ActivationPart | None = None
     prior: Prior | None = field(default_factory=IdentityPrior)
     nonprox_reason: str | None = None
-    host: Literal["linear", "norm", "activation"] = "linear"
+    outlet: Literal["linear", "norm", "activation"] = "linear"
     is_last: bool = False
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -195,12 +195,12 @@ def _take_norm(graph: Graph, found: Surroundings, step: Step) -> None:
         found.activation = ActivationPart(
             type(held).__name__, f"{call.name}.act", held, None, (), {}, "private", 1, (call.index,)
         )
-        found.pattern, found.norm, found.host = "linear-norm-act", part, "norm"
+        found.pattern, found.norm, found.outlet = "linear-norm-act", part, "norm"
         found.prior, found.nonprox_reason = prior, reason
         return
     behind = graph.follow(call.outputs[0])
     if _take_activation(graph, found, behind, "linear-norm-act"):
-        found.norm, found.host = part, "norm"
+        found.norm, found.outlet = part, "norm"
         return
     if behind.call is not None and graph.kind(behind.call) == "add":
         if _take_skip(graph, found, behind, "linear-norm-skip-act"):
@@ -259,7 +259,7 @@ def _take_skip(graph: Graph, found: Surroundings, step: Step, pattern: Pattern) 
         return False
     other = call.inputs[others[0]].value
     found.skip = SkipPart(other, others[0], call.index, graph.source(other))
-    found.host = "activation"
+    found.outlet = "activation"
     assert found.activation is not None
     if found.prior is not None and found.activation.ownership == "functional":
         found.reasons.append(

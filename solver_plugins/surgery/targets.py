@@ -14,6 +14,7 @@ from solver_plugins.surgery.kinds import linear_like
 from solver_plugins.surgery.parts import Block
 
 Targets = str | Iterable[str] | Callable[[str, nn.Module], bool]
+"""Layers as users name them."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import ChainBlock, LayerBlock, SolverBlock
+from solver_plugins.blocks import ChainBlock, LayerBlock, SolverBlock, blocks_of
 from solver_plugins.solvers import BlockProblem, Draws, Solver
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import read_inputs
@@ -94,13 +94,12 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
     args, kwargs = read_inputs(batch).to(device)
     watches: dict[str, _Watch] = {}
     with left_as_it_was(model), contextlib.ExitStack() as stack:
-        for name, block in model.named_modules():
-            if isinstance(block, LayerBlock):
-                watches[name] = watch = _Watch(block.solver, _hands_on_values(block))
-                stack.callback(setattr, block, "solver", block.solver)
-                block.solver = watch  # type: ignore[assignment]
-                outlet = block.outlet.module if isinstance(block, ChainBlock) else block
-                stack.callback(outlet.register_forward_hook(watch.returned).remove)
+        for name, block in blocks_of(model).items():
+            watches[name] = watch = _Watch(block.solver, _hands_on_values(block))
+            stack.callback(setattr, block, "solver", block.solver)
+            block.solver = watch  # type: ignore[assignment]
+            outlet = block.outlet.module if isinstance(block, ChainBlock) else block
+            stack.callback(outlet.register_forward_hook(watch.returned).remove)
         try:
             with torch.no_grad():
                 model(*args, **kwargs)

@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.stepsize import TrackedStep, estimated_steps
+from solver_plugins.blocks import blocks_of
+from solver_plugins.blocks.stepsize import estimated_steps
 from solver_plugins.integrations.coverage import passes
 from solver_plugins.integrations.coverage.reference import Watch
 from solver_plugins.integrations.coverage.result import ITERS, TOLERANCE, Case, CheckError, Row, told
@@ -31,6 +32,7 @@ from solver_plugins.integrations.coverage.weights import (
 from solver_plugins.surgery import (
     Block,
     Conversion,
+    ConversionSpec,
     apply_conversion,
     conversion_of,
     convert_model,
@@ -174,7 +176,7 @@ class _Check:
                 row.walk_seconds, row.device = round(time.process_time() - start, 3), made.device
         if "walked" in row.failures:
             return
-        selection = select(found, "proxgd", "all", model=self.model)
+        selection = select(found, ConversionSpec(solver="proxgd", pattern="all"), self.model)
         row.layers = len(found)
         self.blocks = selection.blocks
         row.blocks = dict(Counter(block.pattern for block in self.blocks))
@@ -293,7 +295,7 @@ class _Check:
         """Plain weights in safetensors and the conversion as JSON give the same network again."""
         expected = passes.evaluate(self.model, self.case.inputs)
         text = conversion_of(self.model).to_json()
-        constants = {name: m.L.clone() for name, m in self.model.named_modules() if isinstance(m, TrackedStep)}
+        constants = {name: block.L.clone() for name, block in blocks_of(self.model).items()}
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "model.safetensors"
             shared = _save(self.model, path)
@@ -302,7 +304,7 @@ class _Check:
             if missing - shared or unexpected:
                 raise CheckError(f"a plain model did not take the weights: missing {missing}, unexpected {unexpected}")
         apply_conversion(fresh, Conversion.from_json(text))
-        again = {name: m.L for name, m in fresh.named_modules() if isinstance(m, TrackedStep)}
+        again = {name: block.L for name, block in blocks_of(fresh).items()}
         if constants.keys() != again.keys() or any(not torch.allclose(constants[k], again[k], 1e-5) for k in again):
             raise CheckError("other blocks or constants after loading")
         found = passes.evaluate(fresh, self.case.inputs)
