@@ -239,6 +239,12 @@ class FinetuneConfig(StrictConfig):
             )
         return {**options, "solver": None, "proxprop": own}
 
+    @pydantic.field_serializer("solver", mode="wrap")
+    def _name_of_solver(self, solver: Any, write: pydantic.SerializerFunctionWrapHandler) -> Any:
+        """Writes the solver's name as the key that configs use, so that ``solver.name=fista`` replaces it."""
+        written = write(solver)
+        return written if written is None else {"name": written.pop("solver"), **written}
+
     @property
     def changes(self) -> bool:
         """Whether there is anything to compare the plain model with."""
