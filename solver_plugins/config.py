@@ -10,7 +10,6 @@ import re
 import reprlib
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -21,15 +20,8 @@ import yaml
 from solver_plugins.errors import OptionError, SolverPluginsError, did_you_mean
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong with one option.
-
-    Attributes:
-        name: The option's dotted name; "" for the config as a whole.
-        text: The rest of the sentence, behind the owner and the name.
-        unknown: Whether there is no such option.
-    """
+class OptionProblem(typing.NamedTuple):
+    """What is wrong with one option: its dotted name ("" for the whole config), and the rest of the sentence."""
 
     name: str
     text: str
@@ -41,19 +33,11 @@ class Problem:
             return f"{owner} has no option {self.name!r}.{self.text}"
         return f"{owner}, option {self.name!r}{self.text}" if self.name else f"{owner}{self.text}"
 
-    def inside(self, section: str) -> "Problem":
-        """Returns the same problem, seen from the config that holds the section."""
-        return replace(self, name=".".join(filter(None, (section, self.name))))
-
 
 class InvalidOptionsError(OptionError):
-    """Options that do not fit, each with what is wrong with it.
+    """Options that do not fit. A config whose validator raises it tells the problems as its own, with dotted names."""
 
-    Raised by :meth:`StrictConfig.parse`. Raised inside of a validator it is told by the config around it, with that
-    config's owner and the whole dotted names.
-    """
-
-    def __init__(self, owner: str, problems: Iterable[Problem]):
+    def __init__(self, owner: str, problems: Iterable[OptionProblem]):
         self.problems = tuple(problems)
         super().__init__("\n".join(problem.sentence(owner) for problem in self.problems))
 
@@ -82,12 +66,13 @@ class StrictConfig(pydantic.BaseModel):
         return result
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any], *, owner: str | None = None) -> Self:
+    def parse(cls, options: Mapping[str, Any], *, owner: str | None = None, context: Any = None) -> Self:
         """Builds the config from a mapping.
 
         Args:
             options: Field values.
             owner: Whose options these are, for the message ("solver 'proxsg'").
+            context: What validators find as ``info.context``.
 
         Raises:
             OptionError: For an unknown option or a value that does not fit, saying what was expected and found.
@@ -95,16 +80,8 @@ class StrictConfig(pydantic.BaseModel):
         owner = owner or cls.__name__
         if not isinstance(options, Mapping):
             raise OptionError(f"{owner} takes a mapping of options; found {type(options).__name__}.")
-        unknown = [name for name in options if name not in cls.model_fields]
-        if unknown:
-            raise InvalidOptionsError(owner, [unknown_option(str(name), [cls]) for name in unknown])
-        return cls._validated(options, owner)
-
-    @classmethod
-    def _validated(cls, options: Mapping[str, Any], owner: str, context: Any = None) -> Self:
-        """Builds the config; validators find ``context`` in their ``info``. Raises as :meth:`parse` does."""
         try:
-            return cls.model_validate(options, context=context)
+            return cls.model_validate({str(name): value for name, value in options.items()}, context=context)
         except pydantic.ValidationError as error:
             raise _error(owner, cls, error) from None
 
@@ -180,12 +157,12 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
-def unknown_option(name: str, models: list[type[pydantic.BaseModel]], near: Iterable[str] = ()) -> Problem:
+def unknown_option(name: str, models: list[type[pydantic.BaseModel]], near: Iterable[str] = ()) -> OptionProblem:
     """Says that none of ``models`` has the option, and which ones there are; ``near`` may have been meant, too."""
     last = name.rpartition(".")[2]
     hints = [hint for model in models if (hint := getattr(model, "hints", {}).get(last))]
     fields = {field for model in models for field in model.model_fields}.union(near)
-    return Problem(name, f"{''.join(f' {hint}' for hint in hints)}{did_you_mean(last, fields)}", unknown=True)
+    return OptionProblem(name, f"{''.join(f' {hint}' for hint in hints)}{did_you_mean(last, fields)}", unknown=True)
 
 
 def _error(owner: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> SolverPluginsError:
@@ -207,26 +184,26 @@ def _raised(items: list[Any]) -> Exception | None:
     return items[0].get("ctx", {}).get("error")
 
 
-def _problems(place: "_Place", items: list[Any]) -> list[Problem]:
+def _problems(place: "_Place", items: list[Any]) -> list[OptionProblem]:
     """Says what is wrong with one option; the branches of a union fail one by one and become "expected a or b"."""
     kind, value, raised = items[0]["type"], items[0]["input"], _raised(items)
     if isinstance(raised, InvalidOptionsError):
-        return [problem.inside(place.name) for problem in raised.problems]
+        return [one._replace(name=".".join(filter(None, (place.name, one.name)))) for one in raised.problems]
     if isinstance(raised, SolverPluginsError):
-        return [Problem(place.name, f": {raised}")]
+        return [OptionProblem(place.name, f": {raised}")]
     if kind == "extra_forbidden":
         return [unknown_option(place.name, list(place.models))]
     hint = f" {place.description}" if place.description else ""
     if kind == "missing":
-        return [Problem(place.name, f" is required.{hint}")]
+        return [OptionProblem(place.name, f" is required.{hint}")]
     found = f"found {_REPR.repr(value)} ({type(value).__name__}).{hint}"
     if kind in ("value_error", "assertion_error"):
         # A validator's own sentence. One about a whole model says itself what it found.
         sentence = items[0]["msg"].partition(", ")[2]
-        return [Problem(place.name, f": {sentence}" if place.models else f": {sentence}; {found}")]
+        return [OptionProblem(place.name, f": {sentence}" if place.models else f": {sentence}; {found}")]
     reasons = [item["msg"].removeprefix("Input should be ") for item in items]
     reasons = [f"a value {reason}" if reason.startswith(("greater", "less")) else reason for reason in reasons]
-    return [Problem(place.name, f": expected {' or '.join(dict.fromkeys(reasons))}, {found}")]
+    return [OptionProblem(place.name, f": expected {' or '.join(dict.fromkeys(reasons))}, {found}")]
 
 
 class _Place(typing.NamedTuple):

@@ -5,7 +5,7 @@ from solver_plugins.surgery.conversion import BlockRecord, Conversion
 from solver_plugins.surgery.convert import convert_model
 from solver_plugins.surgery.errors import ConversionError, RecordError, TargetError
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for
-from solver_plugins.surgery.match import match, without_activation
+from solver_plugins.surgery.match import match
 from solver_plugins.surgery.parts import (
     PATTERNS,
     ActivationPart,
@@ -15,6 +15,7 @@ from solver_plugins.surgery.parts import (
     Pattern,
     Samples,
     SkipPart,
+    Surroundings,
 )
 from solver_plugins.surgery.plan import Plan, plan_conversion
 from solver_plugins.surgery.record import Argument, Call, Record, Ref, Value, record
@@ -49,6 +50,7 @@ __all__ = [
     "Selection",
     "SkipPart",
     "SolverReport",
+    "Surroundings",
     "TargetError",
     "Value",
     "apply_conversion",
@@ -63,5 +65,4 @@ __all__ = [
     "select",
     "settle_conversion",
     "solver_report",
-    "without_activation",
 ]

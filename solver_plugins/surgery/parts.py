@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import nn
 
@@ -116,35 +116,26 @@ class ActivationPart:
     calls: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Block:
-    """One linear layer of a model and what surrounds it.
+@dataclass(kw_only=True)
+class Surroundings:
+    """What stands around a linear layer.
 
     Attributes:
-        name: The layer's name; of a weight that belongs to no layer, the Parameter's name.
-        module: The layer, or the module that holds the Parameter.
         pattern: The longest pattern that the layer is part of.
         dropout: The dropout before the layer (or behind it: ``linear-dropout-act``).
         norm: The folded norm.
         skip: What is added before the activation.
         activation: The activation.
         prior: The prior whose proximal map is the activation; the identity's where there is none; None where the
-            activation is no proximal map.
-        nonprox_reason: Why it is none.
+            activation is not a proximal map.
+        nonprox_reason: Why it is not.
         outlet: Where the solver's result comes out: the linear layer, the norm, or the activation.
-        outlet_name: That module's name.
-        input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
-        output_shape: Shape of its output.
-        is_last: Whether the model returns its output: the classifier.
+        is_last: Whether the model returns the layer's output: the classifier.
         calls: Indices of the layer's calls.
-        aliases: Further names of the layer.
-        reasons: What makes the block impossible to convert, at all or for some solvers.
+        reasons: What makes it impossible to convert the layer, at all or for some solvers.
         notes: What else is worth knowing, such as why no longer pattern matched.
-        convertible: What a solver may draw that it is converted to.
     """
 
-    name: str
-    module: nn.Module
     pattern: Pattern = "linear"
     dropout: DropoutPart | None = None
     norm: NormPart | None = None
@@ -153,15 +144,49 @@ class Block:
     prior: Prior | None = dataclasses.field(default_factory=IdentityPrior)
     nonprox_reason: str | None = None
     outlet: Literal["linear", "norm", "activation"] = "linear"
-    outlet_name: str = ""
-    input_shape: tuple[int, ...] = ()
-    output_shape: tuple[int, ...] = ()
     is_last: bool = False
     calls: tuple[int, ...] = ()
-    aliases: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def without_activation(self, why: str) -> Self:
+        """Returns what ends with the linear layer: ``g = 0``, and all that follows stays as it is."""
+        before = self.dropout if self.dropout is not None and not self.dropout.after else None
+        plain = Surroundings(
+            pattern="linear" if before is None else "dropout-linear",
+            dropout=before,
+            is_last=self.is_last,
+            calls=self.calls,
+            notes=(*self.notes, why),
+        )
+        return dataclasses.replace(self, **vars(plain))
+
+
+@dataclass
+class Block(Surroundings):
+    """One linear layer of a model and what surrounds it.
+
+    Attributes:
+        name: The layer's name; of a weight that belongs to no layer, the Parameter's name.
+        module: The layer, or the module that holds the Parameter.
+        input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
+        output_shape: Shape of its output.
+        aliases: Further names of the layer.
+        convertible: What a solver may draw that the layer is converted to.
+    """
+
+    name: str
+    module: nn.Module
+    input_shape: tuple[int, ...] = ()
+    output_shape: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
     convertible: frozenset[Samples] = frozenset()
+
+    @property
+    def outlet_name(self) -> str:
+        """The name of the module where the solver's result comes out."""
+        part = {"linear": None, "norm": self.norm, "activation": self.activation}[self.outlet]
+        return self.name if part is None or part.name is None else part.name
 
     @property
     def p(self) -> float:

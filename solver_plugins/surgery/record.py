@@ -1,15 +1,11 @@
 """One forward pass of a model, written down: which tensors went where."""
 
 import contextlib
-import random
-import sys
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,6 +16,7 @@ from solver_plugins.surgery.clone import clone, shorten_recurrence, to_meta, to_
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import Inputs, candidate_inputs, read_inputs
 from solver_plugins.surgery.trace import Tracer
+from solver_plugins.surgery.untouched import left_as_it_was, unnoticed
 
 __all__ = ["Argument", "Call", "Record", "Ref", "Value", "record"]
 
@@ -90,7 +87,9 @@ def record(model: nn.Module, example_inputs: Any = None) -> Record:
 
 def _attempt(model: nn.Module, inputs: Inputs, device: torch.device, everywhere: bool, start: float) -> Record:
     names = {module: name for name, module in model.named_modules()}
-    with _untouched(model, device), contextlib.ExitStack() as stack:
+    # On its own device the pass could reach buffers of the model through a closure.
+    untouched = unnoticed() if device.type == "meta" else left_as_it_was(model)
+    with untouched, contextlib.ExitStack() as stack:
         made, originals = clone(model, to_meta if device.type == "meta" else to_own)
         _set_modes(made)
         if device.type == "meta":
@@ -153,34 +152,6 @@ def _set_modes(made: nn.Module) -> None:
             for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
                 if isinstance(getattr(owner, "__dict__", {}).get(name), float):
                     owner.__dict__[name] = 0.0
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts back what a pass could change outside of the copy: random states, and buffers that a closure reaches."""
-    buffers = [] if device.type == "meta" else [(b, b._version, b.clone()) for b in model.buffers() if not b.is_meta]
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [device] if device.type not in ("meta", "cpu") else []
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
-        try:
-            with warnings.catch_warnings(), _eager():
-                # The model's own warnings come at its next real forward pass.
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            with torch.no_grad():
-                for buffer, version, before in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(before)
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Compiled parts of a model run as they are written; without dynamo there are none, and its import is slow."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
 
 
 def _check(model: nn.Module) -> None:

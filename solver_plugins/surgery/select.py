@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from solver_plugins.surgery.match import without_activation
 from solver_plugins.surgery.parts import CALLED, PATTERNS, Block, Pattern, Samples
 from solver_plugins.surgery.spec import ConversionSpec
 from solver_plugins.surgery.targets import read_targets
@@ -136,9 +135,9 @@ def _fit(block: Block, spec: ConversionSpec, wanted: frozenset[Pattern]) -> Chos
 def _as_taken(block: Block, samples: Samples) -> Block:
     if block.prior is None:
         label = block.activation.label if block.activation is not None else "its activation"
-        return without_activation(block, f"{label} is no proximal map and stays behind the block, which ends before it")
+        return block.without_activation(f"{label} is no proximal map and stays behind the block, which ends before it")
     if block.pattern == "linear-dropout-act" and samples != "outputs":
-        return without_activation(block, "the dropout behind the layer stays, so the block ends before it")
+        return block.without_activation("the dropout behind the layer stays, so the block ends before it")
     return block
 
 

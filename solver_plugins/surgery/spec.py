@@ -15,7 +15,7 @@ from torch import nn
 
 from solver_plugins.blocks.calibration import read_batches
 from solver_plugins.blocks.layer import check_blend
-from solver_plugins.config import InvalidOptionsError, Problem, StrictConfig, unknown_option
+from solver_plugins.config import InvalidOptionsError, OptionProblem, StrictConfig, unknown_option
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.registry import DEFAULT_SOLVER, SOLVERS
 from solver_plugins.solvers import RateConfig, Solver, SolverConfig
@@ -74,27 +74,13 @@ class ConversionSpec(StrictConfig):
             UnknownNameError: If the solver is not registered.
         """
         if not isinstance(solver, ConversionSpec):
-            return cls._validated({"solver": solver, **options}, f"solver {solver!r}", tuple(near))
+            return cls.parse({"solver": solver, **options}, owner=f"solver {solver!r}", context=tuple(near))
         beside = [name for name, value in options.items() if value != getattr(DEFAULTS, name, None)]
         if beside:
             raise OptionError(
                 f"Expected a ConversionSpec alone; found {', '.join(beside)} beside it. Change the spec instead."
             )
         return solver
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any], *, owner: str | None = None) -> Self:
-        """Reads a spec from a mapping, options of the solver among the fields.
-
-        Raises:
-            OptionError: For an option that neither has, or a value that does not fit.
-            TargetError: If targets are not what they have to be.
-            UnknownNameError: If the solver is not registered.
-        """
-        owner = owner or "A conversion"
-        if not isinstance(options, Mapping):
-            raise OptionError(f"{owner} takes a mapping of options; found {type(options).__name__}.")
-        return cls._validated(options, owner)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -106,7 +92,7 @@ class ConversionSpec(StrictConfig):
         for name, value in given.items():
             nested = name == "args" and isinstance(value, Mapping)
             inner = value if nested else {"solver" if name == "name" else name: value}
-            twice = [Problem(str(key), " is given twice; expected it once.") for key in inner if key in flat]
+            twice = [OptionProblem(str(key), " is given twice; expected it once.") for key in inner if key in flat]
             if twice:
                 raise InvalidOptionsError("", twice)
             flat |= inner

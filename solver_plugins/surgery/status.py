@@ -15,7 +15,8 @@ from solver_plugins.solvers import SamplingSolver
 from solver_plugins.surgery.errors import ConversionError
 from solver_plugins.surgery.printing import ROOMY, Printable, number, plain_table, sentence
 from solver_plugins.surgery.report import CHANGES_SCALE
-from solver_plugins.surgery.watch import Seen, left_as_it_was, watch_pass
+from solver_plugins.surgery.untouched import left_as_it_was
+from solver_plugins.surgery.watch import Seen, watch_pass
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

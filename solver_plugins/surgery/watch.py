@@ -1,14 +1,10 @@
 """One forward pass of a converted model that sees every solve, and leaves no trace."""
 
 import contextlib
-import random
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +12,7 @@ from solver_plugins.blocks import ChainBlock, LayerBlock, SolverBlock, blocks_of
 from solver_plugins.solvers import BlockProblem, Draws, Solver
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import read_inputs
+from solver_plugins.surgery.untouched import left_as_it_was
 
 
 @dataclass
@@ -111,44 +108,6 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
     return {name: watch.seen for name, watch in watches.items()}
 
 
-@contextlib.contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers, modes, stashes and random states, whatever happens in between."""
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
-    tensors = {id(one): one for own in buffers for one in own.values() if one is not None and not one.is_meta}
-    values = {key: one.detach().clone() for key, one in tensors.items()}
-    stashes = [(module.stash, module.stash.take()) for module in modules if isinstance(module, ChainBlock)]
-    python, numpy = random.getstate(), np.random.get_state()
-    kinds = {one.device for one in tensors.values() if one.device.type not in ("cpu", "meta")}
-    kind = next(iter(kinds)).type if kinds else "cuda"
-    with torch.random.fork_rng(list(kinds), device_type=kind), warnings.catch_warnings(), _eager():
-        # The model's own warnings come at its next real pass.
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            for stash, call in stashes:
-                stash.keep(call)
-            with torch.no_grad():
-                for key, one in tensors.items():
-                    if not _same(one, values[key]):
-                        one.copy_(values[key])
-            for module, mode, own in zip(modules, modes, buffers, strict=True):
-                module.__dict__["training"] = mode
-                # In place: the mapping itself may be referred to.
-                if any(module._buffers.get(name) is not one for name, one in own.items()):
-                    module._buffers.update(own)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    # A write, even of the same numbers, would count as a change of the tensor (its version).
-    return one.shape == other.shape and bool(torch.equal(one.detach().nan_to_num(), other.nan_to_num()))
-
-
 def _hands_on_values(block: LayerBlock) -> bool:
     """Whether what it returns has gone through the activation."""
     if isinstance(block, ChainBlock):
@@ -171,13 +130,3 @@ def _deviation(tensor: Any) -> float:
     if not isinstance(tensor, Tensor) or tensor.numel() < 2:
         return float("nan")
     return float(tensor.detach().float().std())
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """A compiled model runs as it is written: its graph knows nothing of who watches."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
-
-
-__all__ = ["Seen", "left_as_it_was", "watch_pass"]

@@ -40,8 +40,8 @@ def test_options_of_the_solver_stand_beside_the_fields_or_under_args():
 
 @pytest.mark.parametrize(("options", "error", "message"), [
     ({"solver": "proxdg"}, UnknownNameError, "Unknown solver 'proxdg'. Did you mean 'proxsg' or 'proxgd'"),
-    ({"lamm": 1}, OptionError, "A conversion has no option 'lamm'. Did you mean 'lam'"),
-    ({"target": 1}, OptionError, "A conversion has no option 'target'. Did you mean 'targets'"),
+    ({"lamm": 1}, OptionError, "ConversionSpec has no option 'lamm'. Did you mean 'lam'"),
+    ({"target": 1}, OptionError, "ConversionSpec has no option 'target'. Did you mean 'targets'"),
     ({"options": {"lam": 1}}, OptionError, "stand beside the others, or under 'args'"),
     ({"solver": "proxgd", "eval_mode": "stochastic"}, OptionError, "This solver is deterministic, in training too"),
     ({"lam": -1}, OptionError, "option 'lam': expected a value greater than or equal to 0, found -1"),
