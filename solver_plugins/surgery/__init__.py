@@ -1,6 +1,6 @@
 """From a model to its blocks: record a forward pass, match patterns, select what to convert."""
 
-from solver_plugins.surgery.apply import apply_conversion, conversion_of, revert_model, settle_conversion
+from solver_plugins.surgery.apply import apply_conversion, conversion_of, revert_model
 from solver_plugins.surgery.conversion import BlockRecord, Conversion
 from solver_plugins.surgery.convert import convert_model
 from solver_plugins.surgery.errors import ConversionError, RecordError, TargetError
@@ -63,6 +63,5 @@ __all__ = [
     "record",
     "revert_model",
     "select",
-    "settle_conversion",
     "solver_report",
 ]

@@ -57,10 +57,12 @@ def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[s
         for block in conversion.blocks:
             with naming(block.layer):
                 made = _install(block, modules, (priors or {}).get(block.layer))
+            rows = (block.gain, block.shift)
+            made.set_scale(*(None if row is None else torch.tensor(row, dtype=torch.float64) for row in rows))
+            made.set_blend(block.blend)
             made.routed = block.routed
             if conversion.spec is not None:
                 vars(made)[_SPEC] = conversion.spec
-        settle_conversion(model, conversion)
         for name in conversion.passed_over:
             install_pass_through(modules[name])
         for name in conversion.routed:
@@ -98,20 +100,6 @@ def _install(block: BlockRecord, modules: dict[str, nn.Module], prior: Prior | N
     scope = scope_of((block.layer, block.outlet), modules)
     outlet = partner_of(block.outlet, modules)
     return install_chain(layer, outlet, block.role, norm, prior, solver, block.shared, scope)
-
-
-def settle_conversion(model: nn.Module, conversion: Conversion) -> None:
-    """Writes what a conversion keeps outside of the weights, gains and blends, into a converted model.
-
-    For a model that was converted on the meta device, whose buffers have no values, call it again after loading.
-    """
-    blocks = blocks_of(model)
-    for block in conversion.blocks:
-        gain, shift = (
-            None if row is None else torch.tensor(row, dtype=torch.float64) for row in (block.gain, block.shift)
-        )
-        blocks[block.layer].set_scale(gain, shift)
-        blocks[block.layer].set_blend(block.blend)
 
 
 def conversion_of(model: nn.Module) -> Conversion:

@@ -1,4 +1,4 @@
-"""What the matcher says of one linear layer: its pattern, the parts of it, and what stands in the way."""
+"""What the matcher says about a linear layer: its pattern, the parts of it, and what stands in the way."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,7 +25,7 @@ Samples = Literal["nothing", "inputs", "outputs"]
 CALLED: dict[Samples, str] = {"nothing": "deterministic", "inputs": "sampling", "outputs": "coordinate"}
 """What messages call a solver, by what it draws."""
 Ownership = Literal["private", "shared", "functional"]
-"""Of a part: a module that serves this block alone, one that serves others too, or a function."""
+"""Whether a part is a module that serves this block alone, a module that also serves others, or a function."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class DropoutPart:
     Attributes:
         name: The module's name; None for a function.
         module: The module; None for a function.
-        p: Its rate, above zero: a dropout at rate zero is no part.
+        p: Its rate, which is above zero: a dropout at rate zero is not a part.
         ownership: "shared" if some call of it does not belong to this block.
         sites: How often it is called in one forward pass.
         calls: Indices of the calls that belong to this block, one for each call of the linear layer.
         after: Whether it stands behind the linear layer instead of before it.
-        direct: Whether layer and dropout hand each other one and the same tensor, without a view between.
+        direct: Whether the same tensor goes between layer and dropout, without a view in between.
     """
 
     name: str | None
@@ -61,7 +61,7 @@ class NormPart:
         name: The module's name.
         module: The module.
         kind: Name of its class.
-        statistics: In training: those of the "batch", or "running" ones that never change (a frozen norm, eval mode).
+        statistics: Which ones it uses in training: those of the "batch", or "running" ones that never change.
         holds_activation: Whether the activation is part of the same module (timm's BatchNormAct2d).
     """
 
@@ -97,7 +97,7 @@ class ActivationPart:
         label: What it is, for reports.
         name: The module's name; None for a function.
         module: The module; None for a function.
-        function: The function; None for a module and for one that is written out in several operations.
+        function: The function; None for a module, and for an activation written out in several operations.
         args: Positional arguments after the input.
         kwargs: Keyword arguments.
         ownership: "shared" if the module is also called elsewhere.
@@ -126,8 +126,8 @@ class Surroundings:
         norm: The folded norm.
         skip: What is added before the activation.
         activation: The activation.
-        prior: The prior whose proximal map is the activation; the identity's where there is none; None where the
-            activation is not a proximal map.
+        prior: The prior whose proximal map is the activation; that of the identity if there is no activation; None if
+            the activation is not a proximal map.
         nonprox_reason: Why it is not.
         outlet: Where the solver's result comes out: the linear layer, the norm, or the activation.
         is_last: Whether the model returns the layer's output: the classifier.
@@ -167,12 +167,12 @@ class Block(Surroundings):
     """One linear layer of a model and what surrounds it.
 
     Attributes:
-        name: The layer's name; of a weight that belongs to no layer, the Parameter's name.
+        name: The layer's name, or the Parameter's if a weight belongs to no layer.
         module: The layer, or the module that holds the Parameter.
         input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
         output_shape: Shape of its output.
         aliases: Further names of the layer.
-        convertible: What a solver may draw that the layer is converted to.
+        convertible: What a solver may draw if the layer is converted to it.
     """
 
     name: str
@@ -187,11 +187,6 @@ class Block(Surroundings):
         """The name of the module where the solver's result comes out."""
         part = {"linear": None, "norm": self.norm, "activation": self.activation}[self.outlet]
         return self.name if part is None or part.name is None else part.name
-
-    @property
-    def p(self) -> float:
-        """The rate of the block's dropout; zero without one."""
-        return self.dropout.p if self.dropout is not None else 0.0
 
     def dropout_for(self, samples: Samples) -> DropoutPart | None:
         """Returns the dropout whose work a solver takes over: before the layer, or behind it if outputs are drawn."""

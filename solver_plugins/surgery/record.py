@@ -1,4 +1,4 @@
-"""One forward pass of a model, written down: which tensors went where."""
+"""One forward pass of a model, written down: which tensor went where."""
 
 import contextlib
 import time
@@ -39,7 +39,7 @@ class Record:
         outputs: Ids of the values that the model returned.
         device: The device that the pass ran on: "meta", or the model's own.
         seconds: How long it took, failed attempts included.
-        call_counts: How often each module was called; one that never was is missing.
+        call_counts: How often each module was called; modules that never were are missing.
         aliases: For a module registered under several names: its first name, and the others.
         shared_parameters: For a Parameter that several modules hold: its first name, and the others.
     """
@@ -57,17 +57,17 @@ class Record:
 def record(model: nn.Module, example_inputs: Any = None) -> Record:
     """Runs a model once and writes down what it did.
 
-    A copy of the module tree without weights runs on the meta device, which costs no arithmetic; a model that looks
-    at its data runs on its own device instead, as a copy that shares its Parameters. Dropout is on, BatchNorm
-    uses its running statistics. The model stays as it is, down to the state of the random number generators.
+    A copy of the module tree without weights runs on the meta device, which costs no arithmetic. A model that looks at
+    its data runs on its own device instead, as a copy that shares its Parameters. Dropout is on, and BatchNorm uses its
+    running statistics. The model stays as it is, and so do the random number generators.
 
     Args:
         model: The model.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments; by default they are
-            made from what the model says of itself (see :func:`~solver_plugins.surgery.inputs.example_inputs_for`).
+            made from what the model says about itself (see :func:`~solver_plugins.surgery.inputs.example_inputs_for`).
 
     Raises:
-        RecordError: If there are no inputs, or the forward pass fails on both devices; it says what to do.
+        RecordError: If there are no inputs, or the forward pass fails on both devices. The message says what to do.
     """
     start = time.perf_counter()
     _check(model)
@@ -76,7 +76,7 @@ def record(model: nn.Module, example_inputs: Any = None) -> Record:
     for device in dict.fromkeys((torch.device("meta"), own)):
         given = None if example_inputs is None else read_inputs(example_inputs)
         for inputs in candidate_inputs(model, small=device.type != "meta") if given is None else [given]:
-            # What a model makes without saying where is needed on the meta device, or looked at there and must not be.
+            # Tensors that a model creates without a device: some models need them on meta, others read their values.
             for everywhere in (True, False) if device.type == "meta" else (False,):
                 try:
                     return _attempt(model, inputs, device, everywhere, start)
@@ -98,7 +98,7 @@ def _attempt(model: nn.Module, inputs: Inputs, device: torch.device, everywhere:
         args, kwargs = inputs.to(device)
         tracer.mark((args, kwargs), "input")
         stack.enter_context(torch.no_grad())
-        if everywhere:  # tensors that the model makes without saying where
+        if everywhere:
             stack.enter_context(torch.device(device))
         with tracer.watching():
             result = made(*args, **kwargs)
@@ -139,7 +139,7 @@ def _named_tensors(made: nn.Module) -> dict[int, tuple[Literal["parameter", "buf
 
 
 def _set_modes(made: nn.Module) -> None:
-    """Puts a copy in training mode, so that dropout is seen, but lets neither norms nor dropped layers depend on data.
+    """Puts a copy in training mode, so that dropout is seen, but keeps norms and layer dropping independent of data.
 
     BatchNorm in training mode refuses one value per channel, and the graph is the same.
     """
@@ -170,7 +170,7 @@ def _check(model: nn.Module) -> None:
 
 def _failure(model: nn.Module, failures: list[tuple[str, Exception]], given: bool) -> RecordError:
     label = type(model).__name__
-    # The same error on both devices is told once.
+    # An error that both devices raise is said once.
     seen = dict.fromkeys(f"on {device}, {type(error).__name__}: {error}" for device, error in failures)
     lines = "".join(f"\n  - {line[:400]}" for line in seen)
     advice = (

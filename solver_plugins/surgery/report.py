@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 CHANGES_SCALE = "changes the network's scale: use calibrate(model, batches) or blend="
-"""What is said of norm and skip patterns, whose every further iteration makes the activations larger."""
+"""The advice about norm and skip patterns, where every further iteration makes the activations larger."""
 SCALE_PATTERNS = ("linear-norm-act", "linear-norm-skip-act", "linear-skip-act")
 MANY_ROWS = 40
-"""From so many blocks on, layers that repeat share a line."""
+"""With more blocks than this, layers that repeat share a line."""
 
 
 @dataclass(frozen=True)
@@ -50,25 +50,26 @@ class LayerRow:
         name: The layer's name.
         layer: Its class.
         pattern: The pattern that it is part of.
-        converted: Whether a conversion would take it.
+        converted: Whether it would be converted.
         reason: Why not, or what else is worth knowing.
         input_shape: Of the recorded pass.
         output_shape: Of the recorded pass.
-        activation: What follows it.
-        prior: The prior whose proximal map that is.
+        activation: The activation that follows it.
+        prior: The prior whose proximal map the activation is.
         outlet: Where the solver's result comes out: the layer, its norm, or its activation.
         p: The rate that a sampling solver samples at.
         tau: How many features that is.
-        L: The certified ``lambda_max(A A^T)`` that the block will have, a folded norm's running statistics included;
-            None where it was not asked for.
-        step: The step of its first iteration, ``1/(L + lam)`` or what the solver's rule makes of it.
+        L: The certified ``lambda_max(A A^T)`` that the block will have, with the running statistics of a folded norm;
+            None if it was not asked for.
+        step: The step of its first iteration: ``1/(L + lam)``, or what the solver's rule makes of that.
         cost: Floating point operations of the solve in units of the plain layer.
         plain_flops: Those of the plain layer in one forward pass, per sample: two for each multiply-add.
         flops: Those of the block in training; see :class:`~solver_plugins.surgery.cost.Cost`.
         memory: Bytes per sample that training keeps for this block beyond the plain layer.
         path: How its iterates are computed in training, for a batch like the recorded one; see
             :mod:`solver_plugins.solvers.paths`.
-        gram_from: From how many samples in a batch on that is "gram"; None where it never is, or where it is forced.
+        gram_from: The least number of samples in a batch for which the path is "gram"; None if it never is, or if the
+            path was chosen by the user.
     """
 
     name: str
@@ -128,8 +129,8 @@ class Report(Printable):
     def totals(self) -> dict[str, Any]:
         """Sums over the model: layers, patterns, operations of all linear layers before and after, memory.
 
-        Layers whose operations are not known (weights outside of layers, transposed convolutions) are left out of both
-        sums, and so is everything that is no linear layer, such as attention.
+        Both sums leave out layers whose operations are not known (weights outside of layers, transposed convolutions)
+        and everything that is not a linear layer, such as attention.
         """
         plain = sum(row.plain_flops or 0 for row in self.rows)
         extra = sum((row.flops or 0) - (row.plain_flops or 0) for row in self.converted)
@@ -162,7 +163,7 @@ class Report(Printable):
         )
 
     def parts(self, width: int) -> "list[RenderableType]":
-        """Returns headline, table of the blocks, totals, warnings, and what is left alone for which reason."""
+        """Returns the headline, the table of blocks, totals, warnings, and why other layers are left alone."""
         shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
         if self.converted:
             shown += [_table(self.converted, width), sentence(""), sentence(self._total_line())]
@@ -207,8 +208,8 @@ def inspect_model(
         example_inputs: A tensor, tuple or mapping for the recorded forward pass.
         lipschitz: Whether to compute the certified constants, which takes a while for large layers.
         progress: Whether to show a progress bar on a terminal.
-        **options: The other arguments of :func:`convert_model`; errors are the same, but for a model in which nothing
-            would be converted: that is reported.
+        **options: The other arguments of :func:`convert_model`. Errors are the same, but a model in which nothing
+            would be converted gives a report that says so.
     """
     spec = ConversionSpec.of(solver, {"iters": iters, **options}, near=("example_inputs", "lipschitz", "progress"))
     plan = plan_conversion(model, spec, example_inputs)
@@ -273,14 +274,14 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> LayerRo
 
 
 def _path(block: Block, solver: Solver, batch: int) -> tuple[str, int | None]:
-    """Returns the path of a block in training, and from how many samples on that is the Gram matrix."""
+    """Returns the path of a block in training, and the least batch for which that is the Gram matrix."""
     with torch.no_grad():
         operator = operator_for(block.module, block.input_shape)
     problems = math.prod(block.input_shape[: -len(operator.problem_dims)])
     sampling = solver.samples != "nothing"
     size = solve_size(solver, operator, problems, sampling=sampling)
     least = None if size is None or solver.path not in (None, "auto") else gram_from(size)
-    # Tokens, and other dimensions in front of the features, are problems of the same sample.
+    # Tokens, and other dimensions before the features, are problems of the same sample.
     per_sample = max(1, problems // batch)
     least = None if least is None else -(-least // per_sample)
     return path_for(solver, operator, problems, sampling=sampling), least

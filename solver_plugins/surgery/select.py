@@ -28,8 +28,8 @@ class Chosen:
     """A block to convert.
 
     Attributes:
-        block: The block as it is converted: one that ends with the linear layer where its activation is no proximal
-            map, or does not fit the solver.
+        block: The block as it is converted: it ends with the linear layer if its activation is not a proximal map, or
+            does not fit the solver.
         p: The rate to sample at: the user's, or that of the block's dropout; None for a solver that draws nothing.
     """
 
@@ -43,7 +43,7 @@ class Selection:
 
     Attributes:
         chosen: The blocks to convert, in the order of the model.
-        rejected: For the name of every other block, why not.
+        rejected: Why each other block is not converted, by its name.
     """
 
     chosen: tuple[Chosen, ...]
@@ -55,7 +55,7 @@ class Selection:
         return [one.block for one in self.chosen]
 
     def explain(self, limit: int = 10) -> str:
-        """Returns the reasons against the rejected blocks, blocks of the same reason together, for error messages."""
+        """Returns why blocks were rejected, for error messages; blocks with the same reason share a line."""
         groups: dict[str, list[str]] = {}
         for name, reason in self.rejected.items():
             groups.setdefault(reason, []).append(name)
@@ -73,11 +73,11 @@ def select(blocks: Sequence[Block], spec: ConversionSpec, model: nn.Module | Non
     Args:
         blocks: What :func:`~solver_plugins.surgery.match.match` found.
         spec: What is asked for.
-        model: The model; with it, a target that matches nothing is told what it met instead.
+        model: The model; with it, the error about a target says what the target matched instead.
 
     Raises:
-        TargetError: If a target converts nothing, with the reason for each layer that it met, or an exclusion meets
-            nothing.
+        TargetError: If a target converts nothing, with the reason for each layer that it matched, or an exclusion
+            matches nothing.
     """
     wish = None if spec.targets is None else read_targets(spec.targets, "targets")
     ban = None if spec.exclude is None else read_targets(spec.exclude, "exclude")
@@ -135,7 +135,9 @@ def _fit(block: Block, spec: ConversionSpec, wanted: frozenset[Pattern]) -> Chos
 def _as_taken(block: Block, samples: Samples) -> Block:
     if block.prior is None:
         label = block.activation.label if block.activation is not None else "its activation"
-        return block.without_activation(f"{label} is no proximal map and stays behind the block, which ends before it")
+        return block.without_activation(
+            f"{label} is not a proximal map and stays behind the block, which ends before it"
+        )
     if block.pattern == "linear-dropout-act" and samples != "outputs":
         return block.without_activation("the dropout behind the layer stays, so the block ends before it")
     return block
@@ -156,13 +158,13 @@ def _not_wanted(block: Block, fitted: Block, samples: Samples, named: bool) -> s
 
 
 def _aside(block: Block) -> str:
-    """Returns why the pattern is no longer; names are as seen from the layer, so that layers in like places agree."""
+    """Returns why no longer pattern matched. Names are relative to the layer, so that similar layers share a reason."""
     if block.activation is not None or not block.notes:
         return ""
     text = "; ".join(block.notes)
     scope = block.name
     while "." in scope:
         scope = scope.rpartition(".")[0]
-        # What is left of a name has to be one: not the number of a neighbour.
+        # What is left must be a name, not the number of a neighbour.
         text = re.sub(rf"'{re.escape(scope)}\.(?=[^\d'][^']*')", "'", text).replace(f" in '{scope}'", "")
     return f" ({text})"

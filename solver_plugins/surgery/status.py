@@ -1,4 +1,4 @@
-"""How the blocks of a converted model are: their steps, and, with a batch, how their solves go."""
+"""The state of a converted model's blocks: their steps and, with a batch, how well they solve."""
 
 import math
 from collections import Counter
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 CONVERGED = 1e-3
 """Relative residual at which a solve counts as converged."""
 RISE = 1e-4
-"""By how much an objective may rise for rounding alone, relative."""
+"""How much an objective may rise by rounding alone, relative."""
 LARGE_SCALE = 3.0
-"""A block that makes its output larger or smaller than this factor is told of."""
+"""A block whose output is larger or smaller by more than this factor is reported."""
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ class BlockStatus:
         prior: The prior of its activation.
         p: The rate that it samples at.
         tau: How many features that is.
-        L: ``lambda_max(A A^T)`` as the block knows it now.
-        constant: Where ``L`` comes from: "certified", "followed" by power steps since, "stale" (the weights have moved
-            since the last look; the next forward pass follows), or "unknown" (weights without values here).
-        drift: Power quotient of the weights now over that of the last certificate: how far they have moved.
-        step: Step of the first iteration, ``1/(L + lam)`` or what the solver's rule makes of it.
-        blend: Share of the solve in the block's output, where one is set.
-        gain: Mean of the calibrated gains, where there are some.
+        L: ``lambda_max(A A^T)`` as the block knows it.
+        constant: Where ``L`` comes from: "certified", "followed" by power steps since then, "stale" (the weights have
+            moved; the next forward pass updates it), or "unknown" (the weights have no values on this device).
+        drift: How far the weights have moved: their power quotient over that at the last certificate.
+        step: Step of the first iteration: ``1/(L + lam)``, or what the solver's rule makes of that.
+        blend: Share of the solve in the block's output, if one is set.
+        gain: Mean of the calibrated gains, if there are any.
         residual: What the last implicit solve left.
-        calls: How often the block solved in the pass; None without a batch. Of several, the worst one is reported.
+        calls: How often the block solved in the pass; None without a batch. The worst of several solves is reported.
         objective_first: ``F + g`` after the first iteration, mean over the batch.
         objective_last: After the last one.
         last_residual: Relative size of a further step, the largest of the batch.
@@ -87,7 +87,7 @@ class SolverReport(Printable):
 
     Attributes:
         model: The model's class.
-        training: The mode that it was looked at in.
+        training: Whether it was in training mode.
         blocks: One row per block, in the order of the model.
     """
 
@@ -147,12 +147,12 @@ _VERBS = {"not finite": "is not finite", "rises": "rises from the first iteratio
 
 
 def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
-    """Says how the blocks of a converted model are, and leaves the model alone.
+    """Reports the state of a converted model's blocks, and leaves the model alone.
 
     Args:
         model: A converted model, or a single block; wrapped (DDP, compiled) or not.
         batch: What the model's forward takes: a tensor, a tuple of positional arguments, or a dict of keyword
-            arguments. With it, one forward pass in the model's present mode also records how every solve goes.
+            arguments. With it, one forward pass in the model's present mode records how well every block solves.
 
     Raises:
         ConversionError: If there is no solver block.

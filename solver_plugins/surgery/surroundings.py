@@ -1,4 +1,4 @@
-"""What stands around one call of a linear layer: the longest pattern, its parts, and why it is no longer."""
+"""What stands around one call of a linear layer: the longest pattern, its parts, and why no longer one matched."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""One forward pass of a converted model that sees every solve, and leaves no trace."""
+"""One forward pass of a converted model that watches every solve and leaves no trace."""
 
 import contextlib
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ from solver_plugins.surgery.untouched import left_as_it_was
 
 @dataclass
 class Seen:
-    """What one solve did; sums over its samples.
+    """How one solve went.
 
     Attributes:
         smoothness: The constant whose inverse was its step.
-        first: Objective after the first iteration, the mean over the samples.
-        last: The same after the last one.
-        residual: Relative size of a further step, the largest of the samples.
+        first: Objective after the first iteration, averaged over the samples.
+        last: Objective after the last iteration.
+        residual: Relative size of a further step, the largest over the samples.
         plain_scale: Standard deviation of what the plain layers return.
         scale: Standard deviation of what the block returned.
     """
@@ -38,7 +38,7 @@ class Seen:
 
 @dataclass
 class _Watch:
-    """Stands in for the solver of a block: does what it does, and looks at where it stands."""
+    """Stands in for the solver of a block and looks at its first and last iterate."""
 
     solver: Solver
     activated: bool
@@ -68,7 +68,7 @@ class _Watch:
             one.plain_scale = _deviation(plain)
 
     def returned(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Takes note of what the block hands on: a forward hook of the layer, or of the outlet that several share."""
+        """Notes what the block returns: a forward hook of the layer, or of its outlet."""
         if self.solving:
             self.solving, self.seen[-1].scale = False, _deviation(output)
 
@@ -81,7 +81,7 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
         batch: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
 
     Returns:
-        For the name of each converted layer, its solves in this pass: none for one that was not called.
+        The solves of each converted layer in this pass, by the layer's name; empty for a layer that was not called.
 
     Raises:
         RecordError: If the batch is of another kind, or the pass fails.
@@ -109,7 +109,7 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
 
 
 def _hands_on_values(block: LayerBlock) -> bool:
-    """Whether what it returns has gone through the activation."""
+    """Whether the block returns what the activation has already been applied to."""
     if isinstance(block, ChainBlock):
         return block.role != "norm"
     return isinstance(block, SolverBlock) and block.output == "value"

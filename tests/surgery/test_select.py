@@ -123,7 +123,7 @@ def test_rates_and_reduced_blocks(net: tuple[Net, list[Block]]) -> None:
     assert {one.p for one in selected(net[1], "proxgd").chosen} == {None}
     reduced = next(block for block in selected(net[1], "proxgd", pattern="all").blocks if block.name == "fc8")
     assert reduced.activation is None and reduced.prior is not None and reduced.prior.name == "identity"
-    assert "GELU is no proximal map and stays" in reduced.notes[-1]
+    assert "GELU is not a proximal map and stays" in reduced.notes[-1]
 
 
 def test_every_other_block_has_its_reason(net: tuple[Net, list[Block]]) -> None:

@@ -95,7 +95,7 @@ def test_a_ready_spec_stands_for_all_options():
 
 
 @pytest.mark.parametrize("solver", list_solvers())
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["convnet", "prelu", "timm_resnet"])
 def test_what_is_planned_is_what_is_done(name, solver):
     """The conversion of the plan, that of the converted model, and that of a replayed one are equal."""
     build, x = MODELS[name]
