@@ -10,8 +10,10 @@ break it. One that cannot be loaded is warned of once, and named again when its 
 """
 
 import fnmatch
+import importlib
 import importlib.metadata
 import inspect
+import pkgutil
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -197,6 +199,12 @@ class Registry(Generic[T]):
         package = target.__name__.partition(".")[0]
         if not any(entry.source.partition(".")[0] == package for entry in self._entries.values()):
             raise RegistrationError(f"the module {target.__name__!r} registers no {self.kind} on import")
+
+
+def import_all(package: str, path: Iterable[str]) -> None:
+    """Imports every module of a package, so that what they define registers itself: a new file needs no list."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")
 
 
 def subclasses_of(base: type, path: str) -> Callable[[str, Any], None]:

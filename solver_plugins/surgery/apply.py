@@ -52,7 +52,10 @@ def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[s
     refuse_wrapped(model)
     refuse_quantized(model)
     modules = dict(model.named_modules(remove_duplicate=False))
-    _check_names(model, conversion, modules)
+    missing = sorted(name for name in conversion.names if name not in modules)
+    if missing:
+        found = f"{type(model).__name__} has no {', '.join(missing[:5])}"
+        raise ConversionError(f"Expected a model with the modules of the conversion; {found}.")
     try:
         for block in conversion.blocks:
             with naming(block.layer):
@@ -72,16 +75,6 @@ def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[s
         raise
     note_conversion(model)
     return model
-
-
-def _check_names(model: nn.Module, conversion: Conversion, modules: Mapping[str, nn.Module]) -> None:
-    """Raises ConversionError if the model lacks a module that the conversion names."""
-    missing = sorted(name for name in conversion.names if name not in modules)
-    if missing:
-        raise ConversionError(
-            f"Expected a model with the modules of the conversion; {type(model).__name__} has no "
-            f"{', '.join(missing[:5])}."
-        )
 
 
 def _install(block: BlockRecord, modules: dict[str, nn.Module], prior: Prior | None) -> LayerBlock:

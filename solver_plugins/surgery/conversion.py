@@ -89,17 +89,7 @@ class Conversion(StrictConfig):
 def record_block(
     layer: str, outlet: str, role: Role, solver: Solver, prior: Prior, *, partner: str | None, **more: Any
 ) -> BlockRecord:
-    """Writes one block down.
-
-    Args:
-        layer: Name of the linear layer.
-        outlet: Name of the module where the result comes out.
-        role: What that module is.
-        solver: The solver, with all options.
-        prior: The prior. One without a registered name, or whose parameters are not plain numbers, is left out.
-        partner: Name of the activation module that the prior reads, if there is one.
-        **more: Further fields of the record.
-    """
+    """Writes one block down; a prior without a registered name, or with other parameters than numbers, is left out."""
     parameters = None if partner is not None or prior.learnable else _parameters(prior)
     return BlockRecord(
         layer=layer,
