@@ -17,7 +17,29 @@ import pydantic
 import pydantic_core
 import yaml
 
-from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.errors import OptionError, SolverPluginsError, did_you_mean
+
+
+class OptionProblem(typing.NamedTuple):
+    """What is wrong with one option: its dotted name ("" for the whole config), and the rest of the sentence."""
+
+    name: str
+    text: str
+    unknown: bool = False
+
+    def sentence(self, owner: str) -> str:
+        """Returns the problem as a sentence about the owner of the options."""
+        if self.unknown:
+            return f"{owner} has no option {self.name!r}.{self.text}"
+        return f"{owner}, option {self.name!r}{self.text}" if self.name else f"{owner}{self.text}"
+
+
+class InvalidOptionsError(OptionError):
+    """Options that do not fit. A config whose validator raises it tells the problems as its own, with dotted names."""
+
+    def __init__(self, owner: str, problems: Iterable[OptionProblem]):
+        self.problems = tuple(problems)
+        super().__init__("\n".join(problem.sentence(owner) for problem in self.problems))
 
 
 class StrictConfig(pydantic.BaseModel):
@@ -44,12 +66,13 @@ class StrictConfig(pydantic.BaseModel):
         return result
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any], *, owner: str | None = None) -> Self:
+    def parse(cls, options: Mapping[str, Any], *, owner: str | None = None, context: Any = None) -> Self:
         """Builds the config from a mapping.
 
         Args:
             options: Field values.
             owner: Whose options these are, for the message ("solver 'proxsg'").
+            context: What validators find as ``info.context``.
 
         Raises:
             OptionError: For an unknown option or a value that does not fit, saying what was expected and found.
@@ -57,13 +80,10 @@ class StrictConfig(pydantic.BaseModel):
         owner = owner or cls.__name__
         if not isinstance(options, Mapping):
             raise OptionError(f"{owner} takes a mapping of options; found {type(options).__name__}.")
-        unknown = [name for name in options if name not in cls.model_fields]
-        if unknown:
-            raise OptionError("\n".join(unknown_option(owner, str(name), [cls]) for name in unknown))
         try:
-            return cls(**options)
+            return cls.model_validate({str(name): value for name, value in options.items()}, context=context)
         except pydantic.ValidationError as error:
-            raise OptionError(_explain(owner, cls, error)) from None
+            raise _error(owner, cls, error) from None
 
     def options(self) -> dict[str, Any]:
         """Returns the fields as plain JSON-ready values."""
@@ -137,39 +157,53 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 80
 
 
-def unknown_option(owner: str, name: str, models: list[type[pydantic.BaseModel]], near: Iterable[str] = ()) -> str:
+def unknown_option(name: str, models: list[type[pydantic.BaseModel]], near: Iterable[str] = ()) -> OptionProblem:
     """Says that none of ``models`` has the option, and which ones there are; ``near`` may have been meant, too."""
     last = name.rpartition(".")[2]
     hints = [hint for model in models if (hint := getattr(model, "hints", {}).get(last))]
     fields = {field for model in models for field in model.model_fields}.union(near)
-    return f"{owner} has no option {name!r}.{''.join(f' {hint}' for hint in hints)}{did_you_mean(last, fields)}"
+    return OptionProblem(name, f"{''.join(f' {hint}' for hint in hints)}{did_you_mean(last, fields)}", unknown=True)
 
 
-def _explain(owner: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> str:
+def _error(owner: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError) -> SolverPluginsError:
     """Turns a pydantic error into lines of "owner, option 'name': expected ..., found ...", one for each option."""
     groups: dict[_Place, list[Any]] = {}
     for item in error.errors(include_url=False):
         groups.setdefault(_locate(model, item), []).append(item)
-    return "\n".join(_explain_option(owner, place, items) for place, items in groups.items())
+    problems = [problem for place, items in groups.items() for problem in _problems(place, items)]
+    made = InvalidOptionsError(owner, problems)
+    raised = [_raised(items) for items in groups.values()]
+    if len(raised) == 1 and isinstance(raised[0], SolverPluginsError) and not isinstance(raised[0], OptionError):
+        # A validator's own kind of error (TargetError) is what a caller waits for.
+        return type(raised[0])(str(made))
+    return made
 
 
-def _explain_option(owner: str, place: "_Place", items: list[Any]) -> str:
+def _raised(items: list[Any]) -> Exception | None:
+    """Returns the exception that a validator raised about an option."""
+    return items[0].get("ctx", {}).get("error")
+
+
+def _problems(place: "_Place", items: list[Any]) -> list[OptionProblem]:
     """Says what is wrong with one option; the branches of a union fail one by one and become "expected a or b"."""
-    kind, value = items[0]["type"], items[0]["input"]
+    kind, value, raised = items[0]["type"], items[0]["input"], _raised(items)
+    if isinstance(raised, InvalidOptionsError):
+        return [one._replace(name=".".join(filter(None, (place.name, one.name)))) for one in raised.problems]
+    if isinstance(raised, SolverPluginsError):
+        return [OptionProblem(place.name, f": {raised}")]
     if kind == "extra_forbidden":
-        return unknown_option(owner, place.name, list(place.models))
-    where = f"{owner}, option {place.name!r}" if place.name else owner
+        return [unknown_option(place.name, list(place.models))]
     hint = f" {place.description}" if place.description else ""
     if kind == "missing":
-        return f"{where} is required.{hint}"
+        return [OptionProblem(place.name, f" is required.{hint}")]
     found = f"found {_REPR.repr(value)} ({type(value).__name__}).{hint}"
     if kind in ("value_error", "assertion_error"):
-        # A validator's own sentence. One about the whole model says itself what it found.
+        # A validator's own sentence. One about a whole model says itself what it found.
         sentence = items[0]["msg"].partition(", ")[2]
-        return f"{where}: {sentence}; {found}" if place.name else f"{where}: {sentence}"
+        return [OptionProblem(place.name, f": {sentence}" if place.models else f": {sentence}; {found}")]
     reasons = [item["msg"].removeprefix("Input should be ") for item in items]
     reasons = [f"a value {reason}" if reason.startswith(("greater", "less")) else reason for reason in reasons]
-    return f"{where}: expected {' or '.join(dict.fromkeys(reasons))}, {found}"
+    return [OptionProblem(place.name, f": expected {' or '.join(dict.fromkeys(reasons))}, {found}")]
 
 
 class _Place(typing.NamedTuple):

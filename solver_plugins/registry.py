@@ -10,8 +10,10 @@ break it. One that cannot be loaded is warned of once, and named again when its 
 """
 
 import fnmatch
+import importlib
 import importlib.metadata
 import inspect
+import pkgutil
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -199,6 +201,12 @@ class Registry(Generic[T]):
             raise RegistrationError(f"the module {target.__name__!r} registers no {self.kind} on import")
 
 
+def import_all(package: str, path: Iterable[str]) -> None:
+    """Imports every module of a package, so that what they define registers itself: a new file needs no list."""
+    for module in pkgutil.iter_modules(path):
+        importlib.import_module(f"{package}.{module.name}")
+
+
 def subclasses_of(base: type, path: str) -> Callable[[str, Any], None]:
     """Returns a check for :class:`Registry`: what is registered has to be a class derived from ``base``.
 
@@ -241,6 +249,8 @@ def _check_solver(name: str, solver: Any) -> None:
         )
 
 
+DEFAULT_SOLVER = "proxsg"
+"""The solver that is meant where none is named: the paper's."""
 SOLVERS: Registry[Any] = Registry("solver", entry_point_group="solver_plugins.solvers", check=_check_solver)
 
 S = TypeVar("S", bound=type)

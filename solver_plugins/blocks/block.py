@@ -383,7 +383,7 @@ def become_block(layer: nn.Module, activation: Activation, solver: Solver, link:
     Raises:
         SolverPluginsError: If it cannot be one; the layer is as it was then.
     """
-    layer.__class__ = _installed(shell_for(layer))  # type: ignore[assignment]
+    layer.__class__ = _installed(shell_for(layer))
     block: SolverBlock = layer  # type: ignore[assignment]
     try:
         block._set_up(activation, solver, link=link)

@@ -7,6 +7,7 @@ negative most of the time, and then is not, opens a ReLU.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -99,15 +100,7 @@ def calibrate(
         InputError: If there is no batch, or something else in place of a list of them; if some block never ran, or its
             output is not finite. The model is as it was then, as after every other error.
     """
-    blocks = require_blocks(model)
-    if isinstance(batches, (Tensor, str, bytes, Mapping)) or not isinstance(batches, Iterable):
-        one = " For a single batch, pass [batch]." if isinstance(batches, (Tensor, Mapping)) else ""
-        raise InputError(
-            f"Expected batches to calibrate with, a list of them or a DataLoader; found {type(batches).__name__}.{one}"
-        )
-    kept = list(batches)
-    if not kept:
-        raise InputError("Expected at least one batch to calibrate with; found none.")
+    blocks, kept = require_blocks(model), read_batches(batches)
     run = _run_model if forward is None else forward
     wanted = {name: _Moments() for name in blocks}
     matching = {name: _Matching(wanted[name]) for name in blocks}
@@ -125,6 +118,23 @@ def calibrate(
     for name, (gain, shift) in scales.items():
         blocks[name].set_scale(gain, shift)
     return {name: (gain, shift) for name, (gain, shift) in scales.items()}
+
+
+def read_batches(batches: Iterable[Any], limit: int | None = None) -> list[Any]:
+    """Returns the batches to calibrate with as a list, the first ``limit`` of them.
+
+    Raises:
+        InputError: If there is none, or something else in place of a list of them.
+    """
+    if isinstance(batches, (Tensor, str, bytes, Mapping)) or not isinstance(batches, Iterable):
+        one = " For a single batch, pass [batch]." if isinstance(batches, (Tensor, Mapping)) else ""
+        raise InputError(
+            f"Expected batches to calibrate with, a list of them or a DataLoader; found {type(batches).__name__}.{one}"
+        )
+    kept = list(itertools.islice(batches, limit))
+    if not kept:
+        raise InputError("Expected at least one batch to calibrate with; found none.")
+    return kept
 
 
 def set_blend(model: nn.Module, blend: float) -> None:

@@ -90,7 +90,7 @@ class Link:
     def carries(self) -> bool:
         """Whether operations stand between both ends: a sum, or an adapter that wraps the layer or hooks into it."""
         layer: Any = self.layer.module
-        direct = isinstance(layer, Shell) and layer.link is self and not layer._forward_hooks
+        direct = isinstance(layer, Shell) and vars(layer).get("link") is self and not layer._forward_hooks
         return self.role == "activation" or not direct
 
 
@@ -312,7 +312,8 @@ def recovered(link: Link, tensor: Tensor) -> Handed | None:
     if node is None:
         raise LookupError
     for sums_only in (True, False):
-        level, seen = {tensor.grad_fn} - {None}, set()
+        level: set[Any] = {tensor.grad_fn} - {None}
+        seen: set[Any] = set()
         while level and node not in level:
             seen |= level
             through = [one for one in level if not sums_only or one.name() == "AddBackward0"]
@@ -326,9 +327,9 @@ def recovered(link: Link, tensor: Tensor) -> Handed | None:
 
 def open_scope(link: Link) -> None:
     """Makes a link's scope one."""
-    scope = link.scope
+    scope: Any = link.scope
     if not isinstance(scope, Scope):
         vars(scope).pop("forward", None)
         scope.__class__ = Scope.class_for(type(scope))
-        scope.links = ()  # type: ignore[assignment]
-    scope.links = (*scope.links, link)  # type: ignore[assignment]
+        scope.links = ()
+    scope.links = (*scope.links, link)

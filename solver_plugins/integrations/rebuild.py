@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from solver_plugins.blocks import blocks_of
 from solver_plugins.integrations.heads import head_of, remove_opteq_head
-from solver_plugins.integrations.replay import is_converted
 from solver_plugins.surgery import revert_model
 from solver_plugins.surgery.clone import clone, to_meta
 
@@ -19,7 +19,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
     copied = clone(model, to_meta)[0]
     if head_of(copied) is not None:
         remove_opteq_head(copied)
-    return revert_model(copied) if is_converted(copied) else copied
+    return revert_model(copied) if blocks_of(copied) else copied
 
 
 def differences(model: nn.Module, made: nn.Module) -> list[str]:

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from solver_plugins.blocks import blocks_of
-from solver_plugins.errors import SolverPluginsError
+from solver_plugins.errors import SolverPluginsError, UnknownNameError
 from solver_plugins.integrations.errors import LoadingError
 from solver_plugins.integrations.heads import HeadRecord
 from solver_plugins.prox import PRIORS
@@ -24,24 +23,20 @@ def read_conversion(data: Any, source: str) -> Conversion:
     Raises:
         LoadingError: If the data is damaged, has another format, or needs a solver or prior that is not registered.
     """
-    known = Conversion.model_fields["format"].default
-    found = data.get("format") if isinstance(data, dict) else None
-    if isinstance(found, int) and found > known:
-        raise LoadingError(
-            f"{source} holds a conversion of format {found}, and this version of solver_plugins knows formats up to "
-            f"{known}: upgrade solver_plugins."
-        )
     if isinstance(data, dict) and "unwritable" in data:
         raise LoadingError(
             f"The model in {source} was saved with a conversion that has no written form: {data['unwritable']}"
         )
     try:
         conversion = Conversion.parse(data, owner=f"The conversion in {source}")
+    except UnknownNameError:
+        _need("solver", [data["spec"]["solver"]], SOLVERS, source)
+        raise
     except SolverPluginsError as error:
         raise LoadingError(f"{error} The file is damaged, or of another version of solver_plugins.") from error
     # The registries look for plugins first, so a name that is missing now is not installed or not imported.
     _need("solver", (block.solver for block in conversion.blocks), SOLVERS, source)
-    _need("prior", (block.prior for block in conversion.blocks if block.partner is None), PRIORS, source)
+    _need("prior", (str(block.prior) for block in conversion.blocks if block.partner is None), PRIORS, source)
     return conversion
 
 
@@ -67,11 +62,6 @@ def read_additions(data: Any, source: str) -> tuple[Conversion | None, HeadRecor
     if head is not None and data.get("conversion") is None:
         return None, head
     return read_conversion(data.get("conversion"), source), head
-
-
-def is_converted(model: nn.Module) -> bool:
-    """Whether a model holds a solver block."""
-    return bool(blocks_of(model))
 
 
 def replay(model: nn.Module, conversion: Conversion, source: str) -> nn.Module:

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 from torch import nn
 
+from solver_plugins.blocks import blocks_of
 from solver_plugins.integrations.errors import LoadingError, SavingError
 from solver_plugins.integrations.folder import existing_folder, new_folder
 from solver_plugins.integrations.heads import HEAD_ENTRY, attach_again, head_of, remove_opteq_head
-from solver_plugins.integrations.replay import is_converted, read_additions, replay, written_additions
+from solver_plugins.integrations.replay import read_additions, replay, written_additions
 from solver_plugins.integrations.weights import load_weights, save_weights
 from solver_plugins.surgery import conversion_of
 from solver_plugins.surgery.model_config import QUANT_METHOD, is_pretrained_model
@@ -51,8 +52,8 @@ def save(
     """
     _refuse_wrapped(model)
     head = head_of(model)
-    # A model with a head need not be converted; for one without a head, conversion_of raises if it is not.
-    conversion = conversion_of(model) if head is None or is_converted(model) else None
+    # A model with a head need not be converted; without one, it raises if it is not.
+    conversion = conversion_of(model) if head is None or blocks_of(model) else None
     kind = kind or _kind_of(model)
     if kind not in ("timm", "transformers", "torch"):
         raise SavingError(f"Expected kind 'timm', 'transformers' or 'torch'; found {kind!r}.")

@@ -24,7 +24,7 @@ from solver_plugins.integrations.heads import HeadRecord, attach_again, head_of
 from solver_plugins.integrations.replay import read_conversion, replay
 from solver_plugins.integrations.weights import save_weights
 from solver_plugins.surgery import Conversion
-from solver_plugins.surgery.conversion import note_conversion
+from solver_plugins.surgery.apply import note_conversion
 from solver_plugins.surgery.model_config import QUANT_METHOD, remove_from_config
 
 
@@ -195,7 +195,7 @@ def _initialise_mismatched(model: Any, shapes: dict[str, torch.Size]) -> None:
 def _replay(model: Any, conversion: Conversion) -> None:
     """Converts a model, or the part of it that was saved: a backbone under a new head, or without its old head."""
     modules = dict(model.named_modules())
-    names = _names(conversion)
+    names = conversion.names
     prefix = getattr(model, "base_model_prefix", "")
     inner = getattr(model, prefix, None) if prefix else None
     if names <= modules.keys() or not prefix:
@@ -206,7 +206,7 @@ def _replay(model: Any, conversion: Conversion) -> None:
         # The saved model contained this one, under a head that is not wanted now.
         outer = nn.Module()
         outer.add_module(prefix, model)
-        kept = [block for block in conversion.blocks if _inside(prefix, block.layer, block.host)]
+        kept = [block for block in conversion.blocks if _inside(prefix, block.layer, block.outlet)]
         passed, routed = (
             tuple(name for name in names if _inside(prefix, name))
             for names in (conversion.passed_over, conversion.routed)
@@ -223,12 +223,6 @@ def _replay(model: Any, conversion: Conversion) -> None:
             replay(outer, part, "the config")
     else:
         replay(model, conversion, "the config")
-
-
-def _names(conversion: Conversion) -> set[str]:
-    parts = [(block.layer, block.host, block.norm, block.partner) for block in conversion.blocks]
-    named = {name for part in parts for name in part if name is not None}
-    return named | {*conversion.passed_over, *conversion.routed}
 
 
 def _inside(prefix: str, *names: str) -> bool:

@@ -13,6 +13,7 @@ from solver_plugins.prox.shrink import SoftshrinkPrior, TanhshrinkPrior
 from solver_plugins.prox.sigmoids import AtanPrior, HardsigmoidPrior, SigmoidPrior, SoftsignPrior, TanhPrior
 from solver_plugins.prox.softmax import SoftmaxPrior
 from solver_plugins.prox.softplus import LogSigmoidPrior, SoftplusPrior, SqrtSoftplusPrior
+from solver_plugins.registry import import_all
 
 __all__ = [
     "PRIORS",
@@ -53,3 +54,5 @@ __all__ = [
     "psd_indicator",
     "register_prior",
 ]
+
+import_all(__name__, __path__)

@@ -1,6 +1,6 @@
 """Solvers of the block problem: one iteration rule per file, all registered."""
 
-# Importing a solver's file registers it.
+from solver_plugins.registry import import_all
 from solver_plugins.solvers.anderson import Anderson
 from solver_plugins.solvers.base import (
     DeterministicConfig,
@@ -45,3 +45,5 @@ __all__ = [
     "solve",
     "working_dtype",
 ]
+
+import_all(__name__, __path__)

@@ -3,26 +3,7 @@
 A study is one file: a config, cells, what they measure, a table, a figure, and a decorator.
 """
 
-from solver_plugins.studies import (  # noqa: F401  They register themselves.
-    deeplayers_pretrained,
-    deeplayers_solvers,
-    deeplayers_table2,
-    deeplayers_table3,
-    deeplayers_table4,
-    deeplayers_table5,
-    dropblock_fig1,
-    dropblock_fig2,
-    dropblock_fig3,
-    dropblock_fig4,
-    dropblock_rank,
-    dropblock_regularizer,
-    opteq_alpha,
-    opteq_grad,
-    opteq_head,
-    opteq_regularizers,
-    proxprop_convergence,
-    proxprop_stability,
-)
+from solver_plugins.registry import import_all
 from solver_plugins.studies.base import Cell, Context, Measured, Results, Study, StudyConfig, Table
 from solver_plugins.studies.errors import CellError, OtherProcessError
 from solver_plugins.studies.registry import STUDIES, list_studies, register_study, study_info
@@ -48,3 +29,5 @@ __all__ = [
     "run_study",
     "study_info",
 ]
+
+import_all(__name__, __path__)

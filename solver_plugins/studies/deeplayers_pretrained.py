@@ -19,7 +19,7 @@ from solver_plugins.studies.deeplayers_report import Row, pairs, search_tables
 from solver_plugins.studies.fitting import mean, spread
 from solver_plugins.studies.images import Part
 from solver_plugins.studies.registry import register_study
-from solver_plugins.train.config import CalibrateSection, ModelSection, Names
+from solver_plugins.train.config import ModelSection, Names
 from solver_plugins.train.randomness import seed_for
 
 PLAIN = "plain"
@@ -46,6 +46,12 @@ class Arm(StrictConfig):
         return self
 
 
+class Calibration(StrictConfig):
+    """How the arms that ask for it are calibrated."""
+
+    batches: int = Field(4, ge=1, description="How many training batches are looked at.")
+
+
 class PretrainedConfig(TableConfig):
     """Settings of the comparison."""
 
@@ -54,7 +60,7 @@ class PretrainedConfig(TableConfig):
     )
     targets: Names | None = Field(None, description="Layers to convert: names or their ends, or one regex.")
     pattern: Names = Field(["linear-norm-act"], description="Patterns, 'strict' or 'all'.")
-    calibration: CalibrateSection = CalibrateSection()
+    calibration: Calibration = Calibration()
     arms: dict[str, Arm] = Field(
         {"raw": Arm(), "calibrated": Arm(calibrate=True)}, min_length=1, description="Ways to convert, by name."
     )

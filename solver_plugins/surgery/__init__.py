@@ -1,16 +1,11 @@
 """From a model to its blocks: record a forward pass, match patterns, select what to convert."""
 
-from solver_plugins.surgery.conversion import (
-    BlockRecord,
-    Conversion,
-    apply_conversion,
-    conversion_of,
-    settle_conversion,
-)
-from solver_plugins.surgery.convert import Plan, convert_model, plan_conversion, revert_model
+from solver_plugins.surgery.apply import apply_conversion, conversion_of, revert_model
+from solver_plugins.surgery.conversion import BlockRecord, Conversion
+from solver_plugins.surgery.convert import convert_model
 from solver_plugins.surgery.errors import ConversionError, RecordError, TargetError
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for
-from solver_plugins.surgery.match import match, without_activation
+from solver_plugins.surgery.match import match
 from solver_plugins.surgery.parts import (
     PATTERNS,
     ActivationPart,
@@ -18,12 +13,15 @@ from solver_plugins.surgery.parts import (
     DropoutPart,
     NormPart,
     Pattern,
-    Sampling,
+    Samples,
     SkipPart,
+    Surroundings,
 )
+from solver_plugins.surgery.plan import Plan, plan_conversion
 from solver_plugins.surgery.record import Argument, Call, Record, Ref, Value, record
-from solver_plugins.surgery.report import Report, Row, inspect_model
+from solver_plugins.surgery.report import LayerRow, Report, inspect_model
 from solver_plugins.surgery.select import Chosen, Selection, select
+from solver_plugins.surgery.spec import ConversionSpec
 from solver_plugins.surgery.status import BlockStatus, SolverReport, solver_report
 
 __all__ = [
@@ -37,8 +35,10 @@ __all__ = [
     "Chosen",
     "Conversion",
     "ConversionError",
+    "ConversionSpec",
     "DropoutPart",
     "Inputs",
+    "LayerRow",
     "NormPart",
     "Pattern",
     "Plan",
@@ -46,11 +46,11 @@ __all__ = [
     "RecordError",
     "Ref",
     "Report",
-    "Row",
-    "Sampling",
+    "Samples",
     "Selection",
     "SkipPart",
     "SolverReport",
+    "Surroundings",
     "TargetError",
     "Value",
     "apply_conversion",
@@ -63,7 +63,5 @@ __all__ = [
     "record",
     "revert_model",
     "select",
-    "settle_conversion",
     "solver_report",
-    "without_activation",
 ]

@@ -1,4 +1,4 @@
-"""The plain data of a record: values, and the calls between them."""
+"""The plain data of a record: tensors, and the calls between them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ ValueKind = Literal["input", "parameter", "buffer", "constant", "computed"]
 
 @dataclass(frozen=True)
 class Ref:
-    """Stands for a tensor among the arguments of a call."""
+    """Stands for a tensor in the arguments of a call."""
 
     value: int
 
@@ -32,17 +32,17 @@ class Argument:
 
 @dataclass
 class Value:
-    """A tensor at one moment: after an in-place operation the same tensor is another value.
+    """A tensor at one moment. After an in-place operation the same tensor is another value.
 
     Attributes:
         id: Its place in :attr:`Record.values`.
         kind: Where it comes from.
         shape: Its shape.
         dtype: Its dtype.
-        producer: Index of the call that computed it; None for what the forward pass found or created from nothing.
+        producer: Index of the call that computed it; None if the forward pass was given it or created it from nothing.
         consumers: Indices of the calls that read it, in order; a call that reads it twice is listed twice.
         is_output: Whether the model returns it.
-        parameters: Names of the Parameters that it is or is computed from, if from nothing else.
+        parameters: Names of the Parameters that it is, or is computed from, if it is computed from nothing else.
     """
 
     id: int
@@ -64,11 +64,11 @@ class Call:
         kind: "module" for a module whose inside is not looked at, "function" for a function called outside of those.
         name: The module's qualified name, or the function's bare name.
         module: The module (of the model itself, never of a copy), or None.
-        function: The function as torch knows it, or None. It is None, too, for the name "written_through_view": a write
-            that reached a tensor through another one that shares its memory.
+        function: The function as torch knows it, or None. It is also None for "written_through_view": a write that
+            reached a tensor through another one that shares its memory.
         scope: Name of the innermost module around the call that is not itself a step.
         args: Positional arguments, with :class:`Ref` in place of tensors.
-        kwargs: Keyword arguments, likewise.
+        kwargs: Keyword arguments, with the same references.
         inputs: The tensors read.
         outputs: Ids of the values written, those changed in place included.
         parameters: Names of the Parameters read by a function, directly or through a computation from them alone.

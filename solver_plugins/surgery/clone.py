@@ -1,8 +1,8 @@
 """Copies of a module tree that own no weights, so that a forward pass can leave no trace on the model.
 
-Every module is copied, every tensor replaced: by one of the same shape on the meta device, or, for a pass on the
-model's own device, Parameters by themselves and all other tensors by copies. Modules that the model reaches by other
-ways than registration (lists, bound methods, partials) lead to the copies, too.
+Every module is copied and every tensor is replaced. On the meta device it is replaced by one of the same shape. For a
+pass on the model's own device, Parameters stay themselves and other tensors are copied. Modules that the model reaches
+in other ways than by registration (lists, bound methods, partials) are replaced by their copies, too.
 """
 
 import copy
@@ -51,7 +51,7 @@ def clone(model: nn.Module, replace: Replace) -> tuple[nn.Module, dict[nn.Module
 
     Args:
         model: The model; it is only read.
-        replace: Maps each tensor to the one that stands in its place; called once per tensor, so sharing survives.
+        replace: Returns the tensor that stands in for another one. It is called once per tensor, so sharing survives.
 
     Returns:
         The copy, and for each of its modules the original.
@@ -76,9 +76,9 @@ def clone(model: nn.Module, replace: Replace) -> tuple[nn.Module, dict[nn.Module
 
 
 def shorten_recurrence(made: nn.Module) -> None:
-    """Lets the recurrent layers of a copy on the meta device only make outputs of the right shape.
+    """Makes the recurrent layers of a copy on the meta device return outputs of the right shape, and nothing more.
 
-    Nothing is computed there, but step by step: a thousand operators for what is one layer.
+    torch would run them step by step: a thousand operators for one layer, none of which computes anything.
     """
     for module in made.modules():
         if isinstance(module, nn.RNNBase):
@@ -115,5 +115,5 @@ def _copy(value: Any, memo: dict[int, Any]) -> Any:
     try:
         return copy.deepcopy(value, memo)
     except Exception:
-        # A lock, a process group, a Python module: nothing that a forward pass would change.
+        # A lock, a process group or a Python module: a forward pass does not change it.
         return value

@@ -6,7 +6,7 @@ from solver_plugins.surgery.graph import Graph
 from solver_plugins.surgery.record import Call
 
 _LONGEST = 16
-"""Operations of one activation; GELU by its tanh formula takes nine."""
+"""The most operations that one activation may take; GELU by its tanh formula takes nine."""
 _ELEMENTWISE = frozenset(
     f"{before}{name}{after}"
     for name in ("add", "sub", "mul", "div", "truediv", "pow", "rsub", "neg")
@@ -26,16 +26,16 @@ _KNOWN = (
     ({"clamp"}, "Hardswish"),
     ({"tanh"}, "GELU by its tanh formula"),
 )
-"""What a product with these functions is; the first that fits counts."""
+"""The activation that a product with these functions is; the first match counts."""
 
 
 @dataclass(frozen=True)
 class Composite:
-    """An activation in several operations.
+    """An activation that takes several operations.
 
     Attributes:
         label: What it is.
-        reason: Why it is no proximal map, as far as is known.
+        reason: Why it is not a proximal map, or why that is not known.
         calls: Its operations.
         output: The value that it ends in.
     """

@@ -1,6 +1,6 @@
-"""What a solve costs, counted by running it on tensors without data: nothing is computed, every product is seen.
+"""What a solve costs, counted by running it on tensors without data, which computes nothing but counts every product.
 
-The numbers are those of the code as it is, for every registered solver, a user's own included. A sampling solver
+So the numbers are right for every registered solver, including a user's own. A sampling solver
 multiplies by masks, so its products are those of the whole layer, however few features it draws.
 """
 

@@ -1,4 +1,4 @@
-"""What can go wrong between a model and its blocks."""
+"""The errors of recording, choosing and converting."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from solver_plugins.errors import SolverPluginsError, WeightError
 
 
 class RecordError(SolverPluginsError, RuntimeError):
-    """A model could not be run once to see what it computes."""
+    """The forward pass of a model could not be recorded."""
 
 
 class TargetError(SolverPluginsError, ValueError):
@@ -20,7 +20,7 @@ class ConversionError(SolverPluginsError, ValueError):
 
 @contextlib.contextmanager
 def naming(layer: str) -> Iterator[None]:
-    """Puts the name of a layer before what is wrong with its weights."""
+    """Puts the name of a layer in front of an error about its weights."""
     try:
         yield
     except WeightError as error:

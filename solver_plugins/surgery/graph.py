@@ -1,4 +1,4 @@
-"""A record as a graph to walk: who reads a value, and what comes next when shape operations are skipped."""
+"""A record as a graph to walk: who reads a value, and what comes next if shape operations are skipped."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,10 +15,10 @@ _LOOKS_ONLY = frozenset(
 ).union(f"new_{name}" for name in ("zeros", "ones", "empty", "full", "tensor"))
 """Functions that read the shape, dtype and device of a tensor, not its numbers."""
 _CHOICES = frozenset({"__getitem__", "select", "index_select", "gather", "mean", "sum", "max", "amax"})
-"""How a classifier of sequences goes from one output per token to one per sequence, or from several heads to one."""
+"""Functions by which a classifier goes from one output per token to one per sequence, or from several heads to one."""
 _SCALINGS = frozenset({"div", "truediv", "__truediv__", "mul", "__mul__", "__rmul__"})
 _AS = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "to"})
-"""Functions that read only those of their second tensor."""
+"""Functions that read only the shape, dtype and device of their second tensor."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Step:
     """What comes after a value.
 
     Attributes:
-        value: The value that the next call reads; it holds the numbers of the one asked about.
+        value: The value that the next call reads; it holds the same numbers as the one asked about.
         call: The only call that reads it, or None.
-        readers: The calls that read it, one or more or none.
+        readers: All calls that read it.
         reshaped: Whether shape operations were skipped on the way.
         is_output: Whether the model returns it.
     """
@@ -48,9 +48,9 @@ class Graph:
         self._kinds: dict[int, CallKind] = {}
 
     def kind(self, call: Call) -> CallKind:
-        """Returns what a call is; a dropout or DropPath of rate zero is a shape operation, as the identity is.
+        """Returns what a call is. A dropout or DropPath of rate zero counts as a shape operation, as the identity does.
 
-        The mode that the model is in makes no difference: it will be trained.
+        The model's present mode makes no difference: it will be trained.
         """
         known = self._kinds.get(call.index)
         if known is None:
@@ -72,7 +72,7 @@ class Graph:
         return "add" if kinds.is_add_function(call.function) else "other"
 
     def rate(self, call: Call) -> float:
-        """Returns the rate at which a dropout or DropPath drops in training; zero for a function told not to."""
+        """Returns the rate of a dropout or DropPath in training; zero for a function called with training=False."""
         if call.module is not None:
             # timm and transformers call the rate of a DropPath drop_prob.
             return float(getattr(call.module, "p", getattr(call.module, "drop_prob", 0.0)))
@@ -91,7 +91,7 @@ class Graph:
         return call.name in _AS and all(a.position != 0 for a in call.inputs if a.value == value)
 
     def follow(self, value: int) -> Step:
-        """Goes on from a value over shape operations to the first call that is none, as long as nothing else reads."""
+        """Follows a value over shape operations to the first other call, as long as each value has one reader."""
         reshaped = False
         while True:
             readers = self.readers(value)
@@ -103,7 +103,7 @@ class Graph:
             value, reshaped = readers[0].outputs[0], reshaped or _moves(readers[0])
 
     def reaches_output(self, value: int) -> bool:
-        """Whether a value is returned by the model: perhaps reshaped, chosen from, or averaged with other heads'."""
+        """Whether the model returns a value, perhaps reshaped, indexed, or averaged over several heads."""
         while True:
             step = self.follow(value)
             if step.is_output:
@@ -113,10 +113,10 @@ class Graph:
             value = step.call.outputs[0]
 
     def _reads_out(self, call: Call) -> bool:
-        """Whether a call chooses from, scales or sums what classifiers compute, and nothing else."""
+        """Whether a call only indexes, scales or sums the outputs of classifiers."""
         if call.name in _CHOICES or self._scales(call):
             return True
-        # The sum of several classifiers; a residual sum has something else on its other side.
+        # A sum of several classifiers. In a residual sum the other operand is something else.
         return self._gathers(call) and all(self._from_classifier(argument.value) for argument in call.inputs)
 
     def _scales(self, call: Call) -> bool:
@@ -126,7 +126,7 @@ class Graph:
         return self.kind(call) == "add" or call.name == "stack"
 
     def _activations(self, call: Call) -> list[int]:
-        """Returns the values that a call reads, but for Parameters and what is computed from them alone."""
+        """Returns the values that a call reads, without Parameters and what is computed from them alone."""
         return [argument.value for argument in call.inputs if not self.record.values[argument.value].parameters]
 
     def _from_classifier(self, value: int) -> bool:
@@ -141,10 +141,10 @@ class Graph:
         return bool(values) and all(self._from_classifier(one) for one in values)
 
     def back(self, value: int) -> tuple[Call | None, int]:
-        """Goes back from a value over shape operations to the first call that is none.
+        """Goes back from a value over shape operations to the first other call.
 
         Returns:
-            That call, and the largest number of readers (the model's caller among them) that any value on the way has.
+            That call, and the largest number of readers that any value on the way has; the model's caller counts.
         """
         most = 0
         while True:
@@ -172,7 +172,7 @@ class Graph:
 
 
 def _moves(call: Call) -> bool:
-    """Whether a shape operation may move the features to another place: casts and copies do not."""
+    """Whether a shape operation may move the features to another axis; casts and copies do not."""
     if call.module is not None:
         return isinstance(call.module, nn.Flatten | nn.Unflatten)
     return call.name not in ("to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous")

@@ -1,6 +1,6 @@
-"""Example inputs for a forward pass: given by the user, or made from what a model says of itself.
+"""Example inputs for a forward pass: given by the user, or made from what a model says about itself.
 
-timm models carry a ``pretrained_cfg``, transformers models a ``config`` and a ``main_input_name``; both are read by
+timm models have a ``pretrained_cfg``, transformers models a ``config`` and a ``main_input_name``. They are found by
 these names, so that neither library is imported.
 """
 
@@ -17,7 +17,7 @@ from solver_plugins.surgery.errors import RecordError
 
 BATCH = 2
 LENGTH = 16
-"""Tokens of a text: short, and more than any convolution over tokens needs."""
+"""Tokens of a text: few, but more than any convolution over tokens needs."""
 _IMAGE_SIZE = 224
 _AUDIO_SAMPLES = 16000
 _SMALL_SIZES = (96, 128, 224)
@@ -42,8 +42,7 @@ class Inputs:
 
     def to(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns both, on a device."""
-        moved = _moved(self.args, device), _moved(self.kwargs, device)
-        return moved
+        return _moved(self.args, device), _moved(self.kwargs, device)
 
 
 def _moved(thing: Any, device: torch.device) -> Any:
@@ -62,7 +61,7 @@ def read_inputs(given: Any) -> Inputs:
     """Reads example inputs as users give them.
 
     Raises:
-        RecordError: If they are no tensor, tuple or mapping.
+        RecordError: If they are not a tensor, a tuple or a mapping.
     """
     if isinstance(given, Inputs):
         return given
@@ -70,7 +69,7 @@ def read_inputs(given: Any) -> Inputs:
         return Inputs((given,))
     if isinstance(given, tuple):
         return Inputs(given)
-    # A tokenizer returns a UserDict, which is a mapping without saying so.
+    # A tokenizer returns a UserDict, which is not registered as a mapping.
     if isinstance(given, Mapping) or (hasattr(given, "keys") and hasattr(given, "items")):
         return Inputs((), {str(key): item for key, item in given.items()})
     raise RecordError(
@@ -93,7 +92,7 @@ def candidate_inputs(model: nn.Module, small: bool = False) -> Iterator[Inputs]:
 
     Args:
         model: The model.
-        small: Whether small images come first, where the model takes several sizes: for a pass that computes.
+        small: Whether small images come first if the model takes several sizes, for a pass that computes something.
     """
     found = False
     for made in _candidates(model, small):
@@ -165,7 +164,7 @@ def _for_transformers(model: nn.Module, config: Any) -> Iterator[Inputs]:
         made[name] = _pixels(config, name, _dtype(model))
     if wanted & {"input_values", "input_features"}:
         made[main] = _audio(config, main, _dtype(model))
-    # Keys and values that are handed out would only be further outputs.
+    # Cached keys and values would only be further outputs.
     options = {"use_cache": False} if "use_cache" in accepted else {}
     if made:
         yield Inputs((), {**made, **options})
@@ -175,7 +174,7 @@ def _for_transformers(model: nn.Module, config: Any) -> Iterator[Inputs]:
 
 
 def _of(config: Any, *names: str) -> Any:
-    """Returns the first of several settings that a config, or one of the configs inside of it, has."""
+    """Returns the first of several settings that a config has, or one of the configs inside it."""
     parts = [config, *(getattr(config, f"{part}_config", None) for part in ("text", "vision", "encoder", "backbone"))]
     for part in parts:
         for name in names:

@@ -1,4 +1,4 @@
-"""What a module or a function is to the matcher, by class hierarchy and name, so that no host is imported."""
+"""What a module or a function is to the matcher: decided by class and name, so that no library is imported."""
 
 import re
 from collections.abc import Callable
@@ -82,10 +82,10 @@ def _holds_only(module: nn.Module, *names: str) -> bool:
 
 
 def known_activation(module: nn.Module) -> bool:
-    """Whether it is known of a module that it is a proximal map, or that it is none."""
+    """Whether a module is known to be a proximal map, or known not to be one."""
     if any(f"{base.__module__}.{base.__qualname__}" in REJECTED_CLASSES for base in type(module).__mro__):
         return True
-    # What is none of torch's, nor declared by the user, costs an error message; parameters rule most of it out.
+    # Asking costs an error message, so modules that cannot be activations are ruled out first.
     if len(module._parameters) > 1 or isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
         return False
     try:
@@ -96,7 +96,7 @@ def known_activation(module: nn.Module) -> bool:
 
 
 def function_name(function: Callable[..., Any]) -> str:
-    """Returns the bare name of a function as torch hands it to a mode: of an attribute the attribute's name."""
+    """Returns the bare name of a function as a torch mode sees it; for a getter, the name of its attribute."""
     name = getattr(function, "__name__", None) or repr(function)
     if name == "__get__":
         return getattr(getattr(function, "__self__", None), "__name__", name)
@@ -125,14 +125,14 @@ def is_linear_function(function: Callable[..., Any]) -> bool:
 
 
 def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch's own function for an operator that was seen below it (inside of a scripted function)."""
+    """Returns torch's function for an operator that was seen below it, inside of a scripted function."""
     if isinstance(function, torch._ops.OpOverload):
         return getattr(torch, function_name(function).rstrip("_"), function)
     return function
 
 
 def is_activation_function(function: Callable[..., Any]) -> bool:
-    """Whether it is known of a function that it is a proximal map, or that it is none."""
+    """Whether a function is known to be a proximal map, or known not to be one."""
     try:
         known = function in FUNCTIONS or function in REJECTED_FUNCTIONS
     except TypeError:  # not hashable

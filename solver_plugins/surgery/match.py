@@ -12,9 +12,9 @@ from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators import reader_for
 from solver_plugins.surgery.graph import Graph
 from solver_plugins.surgery.kinds import is_linear_function, linear_like
-from solver_plugins.surgery.parts import Block, DropoutPart, Sampling
+from solver_plugins.surgery.parts import CALLED, Block, DropoutPart, Samples, Surroundings
 from solver_plugins.surgery.record import Call, Record
-from solver_plugins.surgery.surroundings import Surroundings, surroundings_of
+from solver_plugins.surgery.surroundings import signature, surroundings_of
 
 __all__ = ["Block", "match"]
 
@@ -71,7 +71,6 @@ def _is_matrix(owner: nn.Module, attribute: str) -> bool:
 def _block(graph: Graph, name: str, module: nn.Module, use: _Uses, found: Surroundings | None) -> Block:
     record = graph.record
     reasons = _layer_problems(record, name, module)
-    aliases = record.aliases.get(name, ())
     if use.reads:
         reader = graph.label(use.reads[0])
         also = "as well as by the layer" if use.calls else "and the layer is never called"
@@ -79,34 +78,15 @@ def _block(graph: Graph, name: str, module: nn.Module, use: _Uses, found: Surrou
     elif not use.calls:
         inside = record.call_counts.get(name, 0) > 0
         reasons.append("called inside of another layer only" if inside else "never called in the forward pass")
-    if found is None:
-        return Block(name, module, host_name=name, aliases=aliases, reasons=tuple(reasons))
-    hosts = {
-        "linear": name,
-        "norm": found.norm.name if found.norm else name,
-        "activation": (found.activation.name or name) if found.activation else name,
-    }
-    first = use.calls[0]
-    return Block(
-        name=name,
-        module=module,
-        pattern=found.pattern,
-        dropout=found.dropout,
-        norm=found.norm,
-        skip=found.skip,
-        activation=found.activation,
-        prior=found.prior,
-        nonprox_reason=found.nonprox_reason,
-        host=found.host,
-        host_name=hosts[found.host],
-        input_shape=record.values[first.inputs[0].value].shape,
-        output_shape=record.values[first.outputs[0]].shape,
-        is_last=found.is_last,
-        calls=tuple(call.index for call in use.calls),
-        aliases=aliases,
-        reasons=tuple(reasons + found.reasons),
-        notes=tuple(found.notes),
-    )
+    around = {} if found is None else vars(found)
+    block = Block(name, module, aliases=record.aliases.get(name, ()), **around)
+    block.reasons = (*reasons, *block.reasons)
+    block.calls = tuple(call.index for call in use.calls)
+    if use.calls:
+        first = use.calls[0]
+        block.input_shape = record.values[first.inputs[0].value].shape
+        block.output_shape = record.values[first.outputs[0]].shape
+    return block
 
 
 def _layer_problems(record: Record, name: str, module: nn.Module) -> list[str]:
@@ -140,14 +120,14 @@ def _merged(around: list[Surroundings]) -> Surroundings | None:
     if not around:
         return None
     found = around[0]
-    if len(around) > 1 and any(one.signature() != found.signature() for one in around):
+    if any(signature(one) != signature(found) for one in around):
         patterns = ", ".join(dict.fromkeys(one.pattern for one in around))
         why = f"called {len(around)} times in different surroundings ({patterns}), so only the layer is common"
-        found = Surroundings(found.call, notes=[why])
+        found = Surroundings(calls=found.calls, notes=(why,))
     elif len(around) > 1:
-        if found.host != "linear":
-            found.reasons.append(f"called {len(around)} times: a {found.host} hosts a block for one call only")
-        found.notes.append(f"called {len(around)} times")
+        if found.outlet != "linear":
+            found.reasons += (f"called {len(around)} times: a {found.outlet} can finish one call only",)
+        found.notes += (f"called {len(around)} times",)
     found.is_last = any(one.is_last for one in around)
     found.dropout = _owned(found.dropout, around)
     return found
@@ -174,46 +154,28 @@ def _give_each_sum_one_block(found: dict[str, Surroundings | None]) -> None:
 
 def _loose(graph: Graph, parameter: str, owner: nn.Module, use: _Uses) -> Block:
     reason = f"a Parameter of {type(owner).__name__} that {graph.label(use.reads[0])} multiplies by, not a layer"
-    return Block(parameter, owner, host_name=parameter, reasons=(reason,))
+    return Block(parameter, owner, reasons=(reason,))
 
 
 def _finished(block: Block) -> Block:
-    """Adds what kinds of solvers a block can become."""
+    """Adds what a solver may draw that the block is converted to."""
     if block.reasons:
         return block
-    kinds: set[Sampling] = {"deterministic", "sampling", "coordinate"}
+    samples: set[Samples] = {"nothing", "inputs", "outputs"}
     reasons = []
-    functional = block.dropout is not None and block.dropout.ownership == "functional"
-    if functional and block.dropout is not None:
-        lost: Sampling = "coordinate" if block.dropout.after else "sampling"
-        kinds.discard(lost)
+    if block.dropout is not None and block.dropout.ownership == "functional":
+        lost: Samples = "outputs" if block.dropout.after else "inputs"
+        samples.discard(lost)
         where = "behind" if block.dropout.after else "before"
         reasons.append(
             f"the dropout {where} it is a function (F.dropout), not a module that a solver could take over: not for "
-            f"{lost} solvers"
+            f"{CALLED[lost]} solvers"
         )
     if block.prior is not None and block.prior.zero_argument is None:
-        kinds.discard("coordinate")
+        samples.discard("outputs")
         reasons.append(
             f"the activation {block.prior.name!r} never is zero, as outputs that are not drawn must be: not for "
             "coordinate solvers"
         )
-    return dataclasses.replace(block, reasons=tuple(reasons), convertible=frozenset(kinds))
-
-
-def without_activation(block: Block, why: str) -> Block:
-    """Returns the block that ends with the linear layer: ``g = 0``, and all that follows stays as it is."""
-    before = block.dropout if block.dropout is not None and not block.dropout.after else None
-    return dataclasses.replace(
-        block,
-        pattern="dropout-linear" if before is not None else "linear",
-        dropout=before,
-        norm=None,
-        skip=None,
-        activation=None,
-        prior=Block("", block.module).prior,
-        nonprox_reason=None,
-        host="linear",
-        host_name=block.name,
-        notes=(*block.notes, why),
-    )
+    block.reasons, block.convertible = tuple(reasons), frozenset(samples)
+    return block

@@ -1,7 +1,7 @@
 """A conversion inside of a Hugging Face config, so that ``save_pretrained`` writes it down.
 
-Nothing of transformers is imported: a model with a ``config`` that writes itself and a ``save_pretrained`` is such a
-model. What reads the entry again is :mod:`solver_plugins.integrations.transformers`.
+transformers is not imported: its models are known by their ``config`` and ``save_pretrained``.
+:mod:`solver_plugins.integrations.transformers` reads the entry again.
 """
 
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from torch import nn
 from solver_plugins.surgery.errors import ConversionError
 
 QUANT_METHOD = "solver_plugins (import solver_plugins first, or you get the plain network without its solvers)"
-"""Where nobody has registered it, transformers logs an unknown quantization type and names this text: so it is a hint.
+"""transformers logs this text as an unknown quantization type if solver_plugins is not imported, so it says what to do.
 
 It is part of the format of saved models and must not change.
 """
 
 
 def is_pretrained_model(model: nn.Module) -> bool:
-    """Whether a model is one of transformers, which saves its config beside its weights."""
+    """Whether a model belongs to transformers, which saves its config beside its weights."""
     config = getattr(model, "config", None)
     # PEFT's models hand attributes on to the model inside, and save adapters alone.
     wrapper = hasattr(model, "peft_config") and hasattr(model, "base_model_torch_dtype")
@@ -27,7 +27,7 @@ def is_pretrained_model(model: nn.Module) -> bool:
 
 
 def refuse_quantized(model: nn.Module) -> None:
-    """Raises ConversionError for a model whose config describes a quantization: there is no room for a conversion."""
+    """Raises ConversionError if a model's config describes a quantization, which leaves no room for a conversion."""
     found = getattr(getattr(model, "config", None), "quantization_config", None)
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     if found is not None and method != QUANT_METHOD:
@@ -38,9 +38,9 @@ def refuse_quantized(model: nn.Module) -> None:
 
 
 class LiveEntry:
-    """The entry of a converted model's config: it looks at the model whenever the config is written.
+    """The entry in a converted model's config. It reads the conversion off the model whenever the config is written.
 
-    Gains and blends change after the conversion, so a text of that day would be out of date.
+    Gains and blends change after the conversion, so a text written then would be out of date.
 
     Args:
         model: The converted model.
@@ -57,7 +57,7 @@ class LiveEntry:
         return {"quant_method": QUANT_METHOD, "conversion": self.written(self.model)}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LiveEntry | dict[str, Any]":
-        # A copied model has an entry of its own; a config that is copied alone keeps what is true now.
+        # A copied model gets an entry of its own; a config that is copied alone keeps the present state as a text.
         copied = memo.get(id(self.model))
         return self.to_dict() if copied is None else LiveEntry(copied, self.written)
 

@@ -1,9 +1,9 @@
-"""What the matcher says of one linear layer: its pattern, the parts of it, and what stands in the way."""
+"""What the matcher says about a linear layer: its pattern, the parts of it, and what stands in the way."""
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from torch import nn
 
@@ -20,10 +20,12 @@ Pattern = Literal[
     "linear",
 ]
 PATTERNS: tuple[Pattern, ...] = Pattern.__args__  # type: ignore[attr-defined]
-Sampling = Literal["deterministic", "sampling", "coordinate"]
-"""Kinds of solvers: those that draw nothing, input features, and output features."""
+Samples = Literal["nothing", "inputs", "outputs"]
+"""What a solver draws at random: nothing, input features, or output features."""
+CALLED: dict[Samples, str] = {"nothing": "deterministic", "inputs": "sampling", "outputs": "coordinate"}
+"""What messages call a solver, by what it draws."""
 Ownership = Literal["private", "shared", "functional"]
-"""Of a part: a module that serves this block alone, one that serves others too, or a function."""
+"""Whether a part is a module that serves this block alone, a module that also serves others, or a function."""
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,12 @@ class DropoutPart:
     Attributes:
         name: The module's name; None for a function.
         module: The module; None for a function.
-        p: Its rate, above zero: a dropout at rate zero is no part.
+        p: Its rate, which is above zero: a dropout at rate zero is not a part.
         ownership: "shared" if some call of it does not belong to this block.
         sites: How often it is called in one forward pass.
         calls: Indices of the calls that belong to this block, one for each call of the linear layer.
         after: Whether it stands behind the linear layer instead of before it.
-        direct: Whether layer and dropout hand each other one and the same tensor, without a view between.
+        direct: Whether the same tensor goes between layer and dropout, without a view in between.
     """
 
     name: str | None
@@ -59,7 +61,7 @@ class NormPart:
         name: The module's name.
         module: The module.
         kind: Name of its class.
-        statistics: In training: those of the "batch", or "running" ones that never change (a frozen norm, eval mode).
+        statistics: Which ones it uses in training: those of the "batch", or "running" ones that never change.
         holds_activation: Whether the activation is part of the same module (timm's BatchNormAct2d).
     """
 
@@ -95,7 +97,7 @@ class ActivationPart:
         label: What it is, for reports.
         name: The module's name; None for a function.
         module: The module; None for a function.
-        function: The function; None for a module and for one that is written out in several operations.
+        function: The function; None for a module, and for an activation written out in several operations.
         args: Positional arguments after the input.
         kwargs: Keyword arguments.
         ownership: "shared" if the module is also called elsewhere.
@@ -114,35 +116,26 @@ class ActivationPart:
     calls: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Block:
-    """One linear layer of a model and what surrounds it.
+@dataclass(kw_only=True)
+class Surroundings:
+    """What stands around a linear layer.
 
     Attributes:
-        name: The layer's name; of a weight that belongs to no layer, the Parameter's name.
-        module: The layer, or the module that holds the Parameter.
         pattern: The longest pattern that the layer is part of.
         dropout: The dropout before the layer (or behind it: ``linear-dropout-act``).
         norm: The folded norm.
         skip: What is added before the activation.
         activation: The activation.
-        prior: The prior whose proximal map is the activation; the identity's where there is none; None where the
-            activation is no proximal map.
-        nonprox_reason: Why it is none.
-        host: Which module becomes the solver: the linear layer, the norm, or the activation.
-        host_name: That module's name.
-        input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
-        output_shape: Shape of its output.
-        is_last: Whether the model returns its output: the classifier.
+        prior: The prior whose proximal map is the activation; that of the identity if there is no activation; None if
+            the activation is not a proximal map.
+        nonprox_reason: Why it is not.
+        outlet: Where the solver's result comes out: the linear layer, the norm, or the activation.
+        is_last: Whether the model returns the layer's output: the classifier.
         calls: Indices of the layer's calls.
-        aliases: Further names of the layer.
-        reasons: What makes the block impossible to convert, at all or for some solvers.
+        reasons: What makes it impossible to convert the layer, at all or for some solvers.
         notes: What else is worth knowing, such as why no longer pattern matched.
-        convertible: The kinds of solvers that it can be converted to.
     """
 
-    name: str
-    module: nn.Module
     pattern: Pattern = "linear"
     dropout: DropoutPart | None = None
     norm: NormPart | None = None
@@ -150,18 +143,53 @@ class Block:
     activation: ActivationPart | None = None
     prior: Prior | None = dataclasses.field(default_factory=IdentityPrior)
     nonprox_reason: str | None = None
-    host: Literal["linear", "norm", "activation"] = "linear"
-    host_name: str = ""
-    input_shape: tuple[int, ...] = ()
-    output_shape: tuple[int, ...] = ()
+    outlet: Literal["linear", "norm", "activation"] = "linear"
     is_last: bool = False
     calls: tuple[int, ...] = ()
-    aliases: tuple[str, ...] = ()
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    convertible: frozenset[Sampling] = frozenset()
+
+    def without_activation(self, why: str) -> Self:
+        """Returns what ends with the linear layer: ``g = 0``, and all that follows stays as it is."""
+        before = self.dropout if self.dropout is not None and not self.dropout.after else None
+        plain = Surroundings(
+            pattern="linear" if before is None else "dropout-linear",
+            dropout=before,
+            is_last=self.is_last,
+            calls=self.calls,
+            notes=(*self.notes, why),
+        )
+        return dataclasses.replace(self, **vars(plain))
+
+
+@dataclass
+class Block(Surroundings):
+    """One linear layer of a model and what surrounds it.
+
+    Attributes:
+        name: The layer's name, or the Parameter's if a weight belongs to no layer.
+        module: The layer, or the module that holds the Parameter.
+        input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
+        output_shape: Shape of its output.
+        aliases: Further names of the layer.
+        convertible: What a solver may draw if the layer is converted to it.
+    """
+
+    name: str
+    module: nn.Module
+    input_shape: tuple[int, ...] = ()
+    output_shape: tuple[int, ...] = ()
+    aliases: tuple[str, ...] = ()
+    convertible: frozenset[Samples] = frozenset()
 
     @property
-    def p(self) -> float:
-        """The rate of the block's dropout; zero without one."""
-        return self.dropout.p if self.dropout is not None else 0.0
+    def outlet_name(self) -> str:
+        """The name of the module where the solver's result comes out."""
+        part = {"linear": None, "norm": self.norm, "activation": self.activation}[self.outlet]
+        return self.name if part is None or part.name is None else part.name
+
+    def dropout_for(self, samples: Samples) -> DropoutPart | None:
+        """Returns the dropout whose work a solver takes over: before the layer, or behind it if outputs are drawn."""
+        if self.dropout is None or samples == "nothing":
+            return None
+        return self.dropout if self.dropout.after == (samples == "outputs") else None

@@ -1,4 +1,4 @@
-"""How reports are shown: one layout for terminals, pipes and notebooks, whatever their width."""
+"""How reports are shown: one layout for terminals, pipes and notebooks of any width."""
 
 import html
 import io
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 WIDEST = 160
 PIPE = 100
-"""Columns where there is no terminal: a notebook's cell, a log file."""
+"""Columns if there is no terminal: in a notebook, or a log file."""
 ROOMY = 110
-"""From this width on a table has its further columns."""
+"""A table of at least this width has all columns."""
 
 
 class Printable:
-    """Mixin of reports: ``print`` it, give it to rich, look at it in a notebook, or take it as data."""
+    """Mixin of reports, which can be printed, given to rich, shown in a notebook, or taken as data."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report as plain data."""
         raise NotImplementedError
 
     def parts(self, width: int) -> "list[RenderableType]":
-        """Returns what is shown, from top to bottom, in that many columns."""
+        """Returns what is shown, from top to bottom, in this many columns."""
         raise NotImplementedError
 
     def headline(self) -> str:
@@ -37,14 +37,14 @@ class Printable:
         raise NotImplementedError
 
     def to_json(self) -> str:
-        """Returns the report as JSON text; what is not a finite number is null."""
+        """Returns the report as JSON text; numbers that are not finite become null."""
         return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
 
     def table(self, width: int | None = None) -> "Group":
         """Returns what ``print`` shows as something that rich can print.
 
         Args:
-            width: Columns to make use of; by default those of the terminal.
+            width: Columns to use; those of the terminal by default.
         """
         from rich.console import Group
 
@@ -70,7 +70,7 @@ class Printable:
 
 
 def plain_table(headings: Sequence[str], right: Iterable[str]) -> "Table":
-    """Returns an empty table: a line under its headings, numbers to the right, names folded where room is short."""
+    """Returns an empty table: a line under the headings, numbers on the right, long names folded."""
     from rich import box
     from rich.table import Table
 
@@ -81,7 +81,7 @@ def plain_table(headings: Sequence[str], right: Iterable[str]) -> "Table":
 
 
 def sentence(text: str, style: str = "", indent: int = 0) -> "RenderableType":
-    """Returns a paragraph; square brackets in names are no markup."""
+    """Returns a paragraph; square brackets in names are not markup."""
     from rich.padding import Padding
     from rich.text import Text
 
@@ -111,7 +111,7 @@ def size(shape: tuple[int, ...]) -> str:
 
 
 def spread(values: Iterable[float | None]) -> str:
-    """Returns the range of some numbers, or the number that they all are."""
+    """Returns the range of some numbers, or the number itself if all are equal."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
@@ -120,12 +120,12 @@ def spread(values: Iterable[float | None]) -> str:
 
 
 def without_numbers(name: str) -> str:
-    """Returns a name with a star for each number that is a whole part: layers that repeat have one such name."""
+    """Returns a name with a star for each part that is a number, so that layers that repeat share one name."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def common_name(names: Sequence[str]) -> str:
-    """Returns several names of the same form as one: a star for each part in which they differ."""
+    """Returns several names of the same form as one, with a star for each part in which they differ."""
     return ".".join(
         part if len({part, *rest}) == 1 else "*" for part, *rest in zip(*(n.split(".") for n in names), strict=True)
     )

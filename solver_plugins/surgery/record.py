@@ -1,15 +1,11 @@
-"""One forward pass of a model, written down: which tensors went where."""
+"""One forward pass of a model, written down: which tensor went where."""
 
 import contextlib
-import random
-import sys
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,6 +16,7 @@ from solver_plugins.surgery.clone import clone, shorten_recurrence, to_meta, to_
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import Inputs, candidate_inputs, read_inputs
 from solver_plugins.surgery.trace import Tracer
+from solver_plugins.surgery.untouched import left_as_it_was, unnoticed
 
 __all__ = ["Argument", "Call", "Record", "Ref", "Value", "record"]
 
@@ -42,7 +39,7 @@ class Record:
         outputs: Ids of the values that the model returned.
         device: The device that the pass ran on: "meta", or the model's own.
         seconds: How long it took, failed attempts included.
-        call_counts: How often each module was called; one that never was is missing.
+        call_counts: How often each module was called; modules that never were are missing.
         aliases: For a module registered under several names: its first name, and the others.
         shared_parameters: For a Parameter that several modules hold: its first name, and the others.
     """
@@ -60,17 +57,17 @@ class Record:
 def record(model: nn.Module, example_inputs: Any = None) -> Record:
     """Runs a model once and writes down what it did.
 
-    A copy of the module tree without weights runs on the meta device, which costs no arithmetic; a model that looks
-    at its data runs on its own device instead, as a copy that shares its Parameters. Dropout is on, BatchNorm
-    uses its running statistics. The model stays as it is, down to the state of the random number generators.
+    A copy of the module tree without weights runs on the meta device, which costs no arithmetic. A model that looks at
+    its data runs on its own device instead, as a copy that shares its Parameters. Dropout is on, and BatchNorm uses its
+    running statistics. The model stays as it is, and so do the random number generators.
 
     Args:
         model: The model.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments; by default they are
-            made from what the model says of itself (see :func:`~solver_plugins.surgery.inputs.example_inputs_for`).
+            made from what the model says about itself (see :func:`~solver_plugins.surgery.inputs.example_inputs_for`).
 
     Raises:
-        RecordError: If there are no inputs, or the forward pass fails on both devices; it says what to do.
+        RecordError: If there are no inputs, or the forward pass fails on both devices. The message says what to do.
     """
     start = time.perf_counter()
     _check(model)
@@ -79,7 +76,7 @@ def record(model: nn.Module, example_inputs: Any = None) -> Record:
     for device in dict.fromkeys((torch.device("meta"), own)):
         given = None if example_inputs is None else read_inputs(example_inputs)
         for inputs in candidate_inputs(model, small=device.type != "meta") if given is None else [given]:
-            # What a model makes without saying where is needed on the meta device, or looked at there and must not be.
+            # Tensors that a model creates without a device: some models need them on meta, others read their values.
             for everywhere in (True, False) if device.type == "meta" else (False,):
                 try:
                     return _attempt(model, inputs, device, everywhere, start)
@@ -90,7 +87,9 @@ def record(model: nn.Module, example_inputs: Any = None) -> Record:
 
 def _attempt(model: nn.Module, inputs: Inputs, device: torch.device, everywhere: bool, start: float) -> Record:
     names = {module: name for name, module in model.named_modules()}
-    with _untouched(model, device), contextlib.ExitStack() as stack:
+    # On its own device the pass could reach buffers of the model through a closure.
+    untouched = unnoticed() if device.type == "meta" else left_as_it_was(model)
+    with untouched, contextlib.ExitStack() as stack:
         made, originals = clone(model, to_meta if device.type == "meta" else to_own)
         _set_modes(made)
         if device.type == "meta":
@@ -99,7 +98,7 @@ def _attempt(model: nn.Module, inputs: Inputs, device: torch.device, everywhere:
         args, kwargs = inputs.to(device)
         tracer.mark((args, kwargs), "input")
         stack.enter_context(torch.no_grad())
-        if everywhere:  # tensors that the model makes without saying where
+        if everywhere:
             stack.enter_context(torch.device(device))
         with tracer.watching():
             result = made(*args, **kwargs)
@@ -140,7 +139,7 @@ def _named_tensors(made: nn.Module) -> dict[int, tuple[Literal["parameter", "buf
 
 
 def _set_modes(made: nn.Module) -> None:
-    """Puts a copy in training mode, so that dropout is seen, but lets neither norms nor dropped layers depend on data.
+    """Puts a copy in training mode, so that dropout is seen, but keeps norms and layer dropping independent of data.
 
     BatchNorm in training mode refuses one value per channel, and the graph is the same.
     """
@@ -153,34 +152,6 @@ def _set_modes(made: nn.Module) -> None:
             for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
                 if isinstance(getattr(owner, "__dict__", {}).get(name), float):
                     owner.__dict__[name] = 0.0
-
-
-@contextlib.contextmanager
-def _untouched(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Puts back what a pass could change outside of the copy: random states, and buffers that a closure reaches."""
-    buffers = [] if device.type == "meta" else [(b, b._version, b.clone()) for b in model.buffers() if not b.is_meta]
-    python, numpy = random.getstate(), np.random.get_state()
-    devices = [device] if device.type not in ("meta", "cpu") else []
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
-        try:
-            with warnings.catch_warnings(), _eager():
-                # The model's own warnings come at its next real forward pass.
-                warnings.simplefilter("ignore")
-                yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            with torch.no_grad():
-                for buffer, version, before in buffers:
-                    if buffer._version != version:
-                        buffer.copy_(before)
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Compiled parts of a model run as they are written; without dynamo there are none, and its import is slow."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
 
 
 def _check(model: nn.Module) -> None:
@@ -199,7 +170,7 @@ def _check(model: nn.Module) -> None:
 
 def _failure(model: nn.Module, failures: list[tuple[str, Exception]], given: bool) -> RecordError:
     label = type(model).__name__
-    # The same error on both devices is told once.
+    # An error that both devices raise is said once.
     seen = dict.fromkeys(f"on {device}, {type(error).__name__}: {error}" for device, error in failures)
     lines = "".join(f"\n  - {line[:400]}" for line in seen)
     advice = (

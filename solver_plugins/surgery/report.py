@@ -12,11 +12,11 @@ from solver_plugins.blocks.fold import reference_diagonal
 from solver_plugins.operators import kernel_of, lipschitz_constant, operator_for
 from solver_plugins.solvers import SamplingSolver, Solver, working_dtype
 from solver_plugins.solvers.paths import gram_from, path_for, solve_size
-from solver_plugins.surgery.convert import Plan, plan_conversion
 from solver_plugins.surgery.cost import cost_of, plain_flops
 from solver_plugins.surgery.errors import naming
 from solver_plugins.surgery.inputs import BATCH, read_inputs
 from solver_plugins.surgery.parts import Block
+from solver_plugins.surgery.plan import Plan, plan_conversion
 from solver_plugins.surgery.printing import (
     ROOMY,
     Printable,
@@ -30,44 +30,46 @@ from solver_plugins.surgery.printing import (
     without_numbers,
 )
 from solver_plugins.surgery.select import Chosen
+from solver_plugins.surgery.spec import DEFAULTS, ConversionSpec
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 CHANGES_SCALE = "changes the network's scale: use calibrate(model, batches) or blend="
-"""What is said of norm and skip patterns, whose every further iteration makes the activations larger."""
+"""The advice about norm and skip patterns, where every further iteration makes the activations larger."""
 SCALE_PATTERNS = ("linear-norm-act", "linear-norm-skip-act", "linear-skip-act")
 MANY_ROWS = 40
-"""From so many blocks on, layers that repeat share a line."""
+"""With more blocks than this, layers that repeat share a line."""
 
 
 @dataclass(frozen=True)
-class Row:
+class LayerRow:
     """One layer of the report.
 
     Attributes:
         name: The layer's name.
         layer: Its class.
         pattern: The pattern that it is part of.
-        converted: Whether a conversion would take it.
+        converted: Whether it would be converted.
         reason: Why not, or what else is worth knowing.
         input_shape: Of the recorded pass.
         output_shape: Of the recorded pass.
-        activation: What follows it.
-        prior: The prior whose proximal map that is.
-        host: Where the solver's result comes out: the layer, its norm, or its activation.
+        activation: The activation that follows it.
+        prior: The prior whose proximal map the activation is.
+        outlet: Where the solver's result comes out: the layer, its norm, or its activation.
         p: The rate that a sampling solver samples at.
         tau: How many features that is.
-        L: The certified ``lambda_max(A A^T)`` that the block will have, a folded norm's running statistics included;
-            None where it was not asked for.
-        step: The step of its first iteration, ``1/(L + lam)`` or what the solver's rule makes of it.
+        L: The certified ``lambda_max(A A^T)`` that the block will have, with the running statistics of a folded norm;
+            None if it was not asked for.
+        step: The step of its first iteration: ``1/(L + lam)``, or what the solver's rule makes of that.
         cost: Floating point operations of the solve in units of the plain layer.
         plain_flops: Those of the plain layer in one forward pass, per sample: two for each multiply-add.
         flops: Those of the block in training; see :class:`~solver_plugins.surgery.cost.Cost`.
         memory: Bytes per sample that training keeps for this block beyond the plain layer.
         path: How its iterates are computed in training, for a batch like the recorded one; see
             :mod:`solver_plugins.solvers.paths`.
-        gram_from: From how many samples in a batch on that is "gram"; None where it never is, or where it is forced.
+        gram_from: The least number of samples in a batch for which the path is "gram"; None if it never is, or if the
+            path was chosen by the user.
     """
 
     name: str
@@ -79,7 +81,7 @@ class Row:
     output_shape: tuple[int, ...]
     activation: str | None = None
     prior: str | None = None
-    host: str | None = None
+    outlet: str | None = None
     p: float | None = None
     tau: int | None = None
     L: float | None = None
@@ -98,20 +100,28 @@ class Report(Printable):
 
     Attributes:
         model: The model's class.
-        solver: The solver's registered name.
-        options: Its options.
+        spec: What was asked for.
         rows: One per linear layer, in the order of the model.
         warnings: What to know before converting.
     """
 
     model: str
-    solver: str
-    options: dict[str, Any]
-    rows: tuple[Row, ...]
+    spec: ConversionSpec
+    rows: tuple[LayerRow, ...]
     warnings: tuple[str, ...] = ()
 
     @property
-    def converted(self) -> list[Row]:
+    def solver(self) -> str:
+        """The solver's registered name."""
+        return self.spec.solver
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The solver's options that were asked for."""
+        return {"iters": self.spec.iters, **self.spec.args}
+
+    @property
+    def converted(self) -> list[LayerRow]:
         """The rows of layers that would be converted."""
         return [row for row in self.rows if row.converted]
 
@@ -119,8 +129,8 @@ class Report(Printable):
     def totals(self) -> dict[str, Any]:
         """Sums over the model: layers, patterns, operations of all linear layers before and after, memory.
 
-        Layers whose operations are not known (weights outside of layers, transposed convolutions) are left out of both
-        sums, and so is everything that is no linear layer, such as attention.
+        Both sums leave out layers whose operations are not known (weights outside of layers, transposed convolutions)
+        and everything that is not a linear layer, such as attention.
         """
         plain = sum(row.plain_flops or 0 for row in self.rows)
         extra = sum((row.flops or 0) - (row.plain_flops or 0) for row in self.converted)
@@ -137,6 +147,7 @@ class Report(Printable):
         """Returns the report as plain data, with totals."""
         return {
             "model": self.model,
+            "spec": self.spec.options() if self.spec.storable else None,
             "solver": self.solver,
             "options": self.options,
             "blocks": [asdict(row) for row in self.rows],
@@ -152,7 +163,7 @@ class Report(Printable):
         )
 
     def parts(self, width: int) -> "list[RenderableType]":
-        """Returns headline, table of the blocks, totals, warnings, and what is left alone for which reason."""
+        """Returns the headline, the table of blocks, totals, warnings, and why other layers are left alone."""
         shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
         if self.converted:
             shown += [_table(self.converted, width), sentence(""), sentence(self._total_line())]
@@ -180,27 +191,30 @@ class Report(Printable):
 
 def inspect_model(
     model: nn.Module,
-    solver: str = "proxsg",
-    iters: int = 10,
+    solver: str | ConversionSpec = DEFAULTS.solver,
+    iters: int = DEFAULTS.iters,
     *,
+    example_inputs: Any = None,
     lipschitz: bool = True,
     progress: bool = False,
-    **keywords: Any,
+    **options: Any,
 ) -> Report:
     """Says what :func:`convert_model` would do, and leaves the model alone.
 
     Args:
         model: The model.
-        solver: A registered solver.
+        solver: A registered solver, or a ready :class:`~solver_plugins.surgery.ConversionSpec`.
         iters: How many proximal steps.
+        example_inputs: A tensor, tuple or mapping for the recorded forward pass.
         lipschitz: Whether to compute the certified constants, which takes a while for large layers.
         progress: Whether to show a progress bar on a terminal.
-        **keywords: The other arguments of :func:`convert_model`; errors are the same, but for a model in which nothing
-            would be converted: that is reported.
+        **options: The other arguments of :func:`convert_model`. Errors are the same, but a model in which nothing
+            would be converted gives a report that says so.
     """
-    plan = plan_conversion(model, solver, iters, **keywords)
+    spec = ConversionSpec.of(solver, {"iters": iters, **options}, near=("example_inputs", "lipschitz", "progress"))
+    plan = plan_conversion(model, spec, example_inputs)
     chosen = {one.block.name: one for one in plan.selection.chosen}
-    batch = _batch_of(keywords.get("example_inputs"))
+    batch = _batch_of(example_inputs)
     rows = []
     # Without a terminal (disable=None) there is no bar.
     from tqdm.auto import tqdm
@@ -208,17 +222,17 @@ def inspect_model(
     for block in tqdm(plan.blocks, "blocks", leave=False, disable=None if progress else True):
         one = chosen.get(block.name)
         rows.append(_left_row(plan, block, batch) if one is None else _chosen_row(plan, one, lipschitz, batch))
-    unbounded = iters > 1 and plan.blend == 1
+    unbounded = spec.iters > 1 and spec.blend == 1 and spec.calibrate is None
     scaled = {row.name for row in rows if row.converted and row.pattern in SCALE_PATTERNS and unbounded}
     rows = [_with_note(row, CHANGES_SCALE) if row.name in scaled else row for row in rows]
     warnings = []
     if scaled:
         what = f"{len(scaled)} block{'s' if len(scaled) > 1 else ''} behind a norm or a skip"
-        warnings.append(f"{what}, iters={iters}: {CHANGES_SCALE}")
-    return Report(type(model).__name__, solver, plan.options, tuple(rows), tuple(warnings))
+        warnings.append(f"{what}, iters={spec.iters}: {CHANGES_SCALE}")
+    return Report(type(model).__name__, spec, tuple(rows), tuple(warnings))
 
 
-def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> Row:
+def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> LayerRow:
     block, solver = one.block, plan.solver_for(one)
     assert block.prior is not None
     row = _left_row(plan, block, batch, reason="; ".join(block.notes))
@@ -233,7 +247,7 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> Row:
         block.input_shape,
         solver,
         block.prior,
-        behind=block.host != "linear",
+        behind=block.outlet != "linear",
         normed=block.norm is not None,
     )
     calls = max(1, len(block.calls))
@@ -241,7 +255,7 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> Row:
     made = replace(
         row,
         converted=True,
-        host=block.host_name or block.name,
+        outlet=block.outlet_name,
         p=one.p,
         tau=tau,
         L=constant,
@@ -260,14 +274,14 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> Row:
 
 
 def _path(block: Block, solver: Solver, batch: int) -> tuple[str, int | None]:
-    """Returns the path of a block in training, and from how many samples on that is the Gram matrix."""
+    """Returns the path of a block in training, and the least batch for which that is the Gram matrix."""
     with torch.no_grad():
         operator = operator_for(block.module, block.input_shape)
     problems = math.prod(block.input_shape[: -len(operator.problem_dims)])
     sampling = solver.samples != "nothing"
     size = solve_size(solver, operator, problems, sampling=sampling)
     least = None if size is None or solver.path not in (None, "auto") else gram_from(size)
-    # Tokens, and other dimensions in front of the features, are problems of the same sample.
+    # Tokens, and other dimensions before the features, are problems of the same sample.
     per_sample = max(1, problems // batch)
     least = None if least is None else -(-least // per_sample)
     return path_for(solver, operator, problems, sampling=sampling), least
@@ -282,9 +296,9 @@ def _constant_and_step(block: Block, solver: Solver) -> tuple[float, float]:
     return float(constant), 1 / float(solver.smoothness(operator, constant))
 
 
-def _left_row(plan: Plan, block: Block, batch: int, reason: str | None = None) -> Row:
+def _left_row(plan: Plan, block: Block, batch: int, reason: str | None = None) -> LayerRow:
     operations = plain_flops(block.module, block.output_shape, _feature_dim(block))
-    return Row(
+    return LayerRow(
         block.name,
         type(block.module).__name__,
         block.pattern,
@@ -298,7 +312,7 @@ def _left_row(plan: Plan, block: Block, batch: int, reason: str | None = None) -
     )
 
 
-def _with_note(row: Row, note: str) -> Row:
+def _with_note(row: LayerRow, note: str) -> LayerRow:
     return replace(row, reason=f"{row.reason}; {note}" if row.reason else note)
 
 
@@ -316,14 +330,14 @@ def _feature_dim(block: Block) -> int:
     return 1 if isinstance(block.module, nn.modules.conv._ConvNd) and len(block.output_shape) > 1 else -1
 
 
-def _table(rows: list[Row], width: int) -> "RenderableType":
+def _table(rows: list[LayerRow], width: int) -> "RenderableType":
     roomy = width >= ROOMY
     sampled = any(row.tau is not None for row in rows)
     headings = ["layer", "pattern", *(["shape"] if roomy else []), *(["p, tau"] if sampled else []), "prior", "path"]
     certified = any(row.L is not None for row in rows)
     figures = [*(["L", "step"] if certified else []), "FLOPs", "cost"]
     table = plain_table([*headings, *figures], figures)
-    groups: dict[Any, list[Row]] = {}
+    groups: dict[Any, list[LayerRow]] = {}
     for row in rows:
         alike = (without_numbers(row.name), row.pattern, row.input_shape, row.output_shape, row.prior, row.p, row.tau)
         groups.setdefault(alike if len(rows) > MANY_ROWS else row.name, []).append(row)

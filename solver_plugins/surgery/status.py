@@ -1,4 +1,4 @@
-"""How the blocks of a converted model are: their steps, and, with a batch, how their solves go."""
+"""The state of a converted model's blocks: their steps and, with a batch, how well they solve."""
 
 import math
 from collections import Counter
@@ -15,7 +15,8 @@ from solver_plugins.solvers import SamplingSolver
 from solver_plugins.surgery.errors import ConversionError
 from solver_plugins.surgery.printing import ROOMY, Printable, number, plain_table, sentence
 from solver_plugins.surgery.report import CHANGES_SCALE
-from solver_plugins.surgery.watch import Seen, left_as_it_was, watch_pass
+from solver_plugins.surgery.untouched import left_as_it_was
+from solver_plugins.surgery.watch import Seen, watch_pass
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -23,9 +24,9 @@ if TYPE_CHECKING:
 CONVERGED = 1e-3
 """Relative residual at which a solve counts as converged."""
 RISE = 1e-4
-"""By how much an objective may rise for rounding alone, relative."""
+"""How much an objective may rise by rounding alone, relative."""
 LARGE_SCALE = 3.0
-"""A block that makes its output larger or smaller than this factor is told of."""
+"""A block whose output is larger or smaller by more than this factor is reported."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +35,22 @@ class BlockStatus:
 
     Attributes:
         name: The linear layer's name.
-        host: Where the solver's result comes out.
+        outlet: Where the solver's result comes out.
         role: What that is: the "layer", or its "norm", "norm-activation" or "activation".
         solver: The solver's registered name.
         iters: Its proximal steps.
         prior: The prior of its activation.
         p: The rate that it samples at.
         tau: How many features that is.
-        L: ``lambda_max(A A^T)`` as the block knows it now.
-        constant: Where ``L`` comes from: "certified", "followed" by power steps since, "stale" (the weights have moved
-            since the last look; the next forward pass follows), or "unknown" (weights without values here).
-        drift: Power quotient of the weights now over that of the last certificate: how far they have moved.
-        step: Step of the first iteration, ``1/(L + lam)`` or what the solver's rule makes of it.
-        blend: Share of the solve in the block's output, where one is set.
-        gain: Mean of the calibrated gains, where there are some.
+        L: ``lambda_max(A A^T)`` as the block knows it.
+        constant: Where ``L`` comes from: "certified", "followed" by power steps since then, "stale" (the weights have
+            moved; the next forward pass updates it), or "unknown" (the weights have no values on this device).
+        drift: How far the weights have moved: their power quotient over that at the last certificate.
+        step: Step of the first iteration: ``1/(L + lam)``, or what the solver's rule makes of that.
+        blend: Share of the solve in the block's output, if one is set.
+        gain: Mean of the calibrated gains, if there are any.
         residual: What the last implicit solve left.
-        calls: How often the block solved in the pass; None without a batch. Of several, the worst one is reported.
+        calls: How often the block solved in the pass; None without a batch. The worst of several solves is reported.
         objective_first: ``F + g`` after the first iteration, mean over the batch.
         objective_last: After the last one.
         last_residual: Relative size of a further step, the largest of the batch.
@@ -58,7 +59,7 @@ class BlockStatus:
     """
 
     name: str
-    host: str
+    outlet: str
     role: str
     solver: str
     iters: int
@@ -86,7 +87,7 @@ class SolverReport(Printable):
 
     Attributes:
         model: The model's class.
-        training: The mode that it was looked at in.
+        training: Whether it was in training mode.
         blocks: One row per block, in the order of the model.
     """
 
@@ -146,12 +147,12 @@ _VERBS = {"not finite": "is not finite", "rises": "rises from the first iteratio
 
 
 def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
-    """Says how the blocks of a converted model are, and leaves the model alone.
+    """Reports the state of a converted model's blocks, and leaves the model alone.
 
     Args:
         model: A converted model, or a single block; wrapped (DDP, compiled) or not.
         batch: What the model's forward takes: a tensor, a tuple of positional arguments, or a dict of keyword
-            arguments. With it, one forward pass in the model's present mode also records how every solve goes.
+            arguments. With it, one forward pass in the model's present mode records how well every block solves.
 
     Raises:
         ConversionError: If there is no solver block.
@@ -184,7 +185,7 @@ def _row(name: str, block: SolverBlock, names: dict[int, str]) -> BlockStatus:
         tau = solver.tau(outputs if solver.samples == "outputs" else inputs)
     return BlockStatus(
         name=name,
-        host=name if block.link is None else names.get(id(block.link.outlet.module), block.link.outlet.name),
+        outlet=name if block.link is None else names.get(id(block.link.outlet.module), block.link.outlet.name),
         role="layer" if block.link is None else block.link.role,
         solver=solver.name,
         iters=solver.config.iters,
@@ -271,7 +272,7 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     passed, roomy = any(block.calls is not None for block in blocks), width >= ROOMY
     columns: dict[str, list[str]] = {"layer": [block.name for block in blocks]}
     if roomy:
-        columns["host"] = [block.role if block.role == "layer" else block.host for block in blocks]
+        columns["outlet"] = [block.role if block.role == "layer" else block.outlet for block in blocks]
     if len({block.solver for block in blocks}) > 1:
         columns["solver"] = [block.solver for block in blocks]
     if any(block.tau is not None for block in blocks) and (roomy or not passed):

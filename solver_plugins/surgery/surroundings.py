@@ -1,54 +1,33 @@
-"""What stands around one call of a linear layer: the longest pattern, its parts, and why it is no longer."""
+"""What stands around one call of a linear layer: the longest pattern, its parts, and why no longer one matched."""
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from solver_plugins.errors import SolverPluginsError
-from solver_plugins.prox import IdentityPrior, Prior, prox_for
+from solver_plugins.prox import Prior, prox_for
 from solver_plugins.surgery.composite import find_composite
 from solver_plugins.surgery.graph import Graph, Step
-from solver_plugins.surgery.parts import ActivationPart, DropoutPart, NormPart, Ownership, Pattern, SkipPart
+from solver_plugins.surgery.parts import (
+    ActivationPart,
+    DropoutPart,
+    NormPart,
+    Ownership,
+    Pattern,
+    SkipPart,
+    Surroundings,
+)
 from solver_plugins.surgery.record import Call, Ref
 
 _FOLDED_NORMS = frozenset({"BatchNormAct2d", "SyncBatchNormAct", "FrozenBatchNormAct2d"})
 """Norms of timm that compute what torch's do, and apply an activation."""
 
 
-@dataclass
-class Surroundings:
-    """What stands around one call; see :class:`~solver_plugins.surgery.parts.Block` for the fields."""
-
-    call: Call
-    pattern: Pattern = "linear"
-    dropout: DropoutPart | None = None
-    norm: NormPart | None = None
-    skip: SkipPart | None = None
-    activation: ActivationPart | None = None
-    prior: Prior | None = field(default_factory=IdentityPrior)
-    nonprox_reason: str | None = None
-    host: Literal["linear", "norm", "activation"] = "linear"
-    is_last: bool = False
-    reasons: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def without_activation(self, why: str) -> "Surroundings":
-        """Returns the surroundings that end with the layer."""
-        before = self.dropout if self.dropout is not None and not self.dropout.after else None
-        return Surroundings(
-            self.call,
-            pattern="linear" if before is None else "dropout-linear",
-            dropout=before,
-            is_last=self.is_last,
-            notes=[*self.notes, why],
-        )
-
-    def signature(self) -> tuple[Any, ...]:
-        """What two calls of one layer must have in common to be one block."""
-        names = [getattr(part, "name", None) for part in (self.dropout, self.norm, self.activation)]
-        return self.pattern, *names, None if self.activation is None else self.activation.label, repr(self.prior)
+def _layer(graph: Graph, found: Surroundings) -> Call:
+    """Returns the call of the layer itself."""
+    return graph.record.calls[found.calls[0]]
 
 
 @dataclass(frozen=True)
@@ -62,30 +41,36 @@ class _Found:
 
 def surroundings_of(graph: Graph, call: Call) -> Surroundings:
     """Finds the longest pattern around a call of a linear layer."""
-    found = Surroundings(call)
+    found = Surroundings(calls=(call.index,))
     _look_ahead(graph, found)
     _look_back(graph, found)
     return found
 
 
+def signature(found: Surroundings) -> tuple[Any, ...]:
+    """Returns what two calls of one layer must have in common to be one block."""
+    names = [getattr(part, "name", None) for part in (found.dropout, found.norm, found.activation)]
+    return found.pattern, *names, None if found.activation is None else found.activation.label, repr(found.prior)
+
+
 def _look_ahead(graph: Graph, found: Surroundings) -> None:
-    step = graph.follow(found.call.outputs[0])
-    found.is_last = graph.reaches_output(found.call.outputs[0])
+    step = graph.follow(_layer(graph, found).outputs[0])
+    found.is_last = graph.reaches_output(_layer(graph, found).outputs[0])
     if _take_activation(graph, found, step, "linear-act"):
         return
     if step.call is None:
-        found.notes.extend(_crowd(graph, step, "its output"))
+        found.notes += tuple(_crowd(graph, step, "its output"))
     elif graph.kind(step.call) == "norm":
         _take_norm(graph, found, step)
     elif graph.kind(step.call) == "add":
         if not _take_skip(graph, found, step, "linear-skip-act"):
-            found.notes.append("followed by a sum without an activation")
+            found.notes += ("followed by a sum without an activation",)
     elif graph.kind(step.call) == "dropout":
         _take_dropout_behind(graph, found, step.call)
     elif graph.kind(step.call) == "droppath":
-        found.notes.append(f"followed by {_droppath(graph, step.call)}")
+        found.notes += (f"followed by {_droppath(graph, step.call)}",)
     else:
-        found.notes.append(f"followed by {graph.label(step.call)}, which is no activation")
+        found.notes += (f"followed by {graph.label(step.call)}, which is no activation",)
 
 
 def _droppath(graph: Graph, call: Call) -> str:
@@ -127,7 +112,7 @@ def _other_axis(graph: Graph, found: Surroundings, step: Step) -> str | None:
     if found.prior is None or found.prior.separable:
         return None
     axes = len(graph.record.values[step.value].shape)
-    features = axes - 1 - len(getattr(found.call.module, "kernel_size", ()))
+    features = axes - 1 - len(getattr(_layer(graph, found).module, "kernel_size", ()))
     dim = getattr(found.prior, "dim", features) % axes
     if dim == features:
         return None
@@ -183,7 +168,7 @@ def _take_norm(graph: Graph, found: Surroundings, step: Step) -> None:
     module, label = call.module, graph.label(call)
     problem = _not_foldable(graph, found, step)
     if problem is not None:
-        found.notes.append(f"followed by {label}, {problem}")
+        found.notes += (f"followed by {label}, {problem}",)
         return
     held = getattr(module, "act", None)
     holds = isinstance(held, nn.Module) and not isinstance(held, nn.Identity)
@@ -195,26 +180,26 @@ def _take_norm(graph: Graph, found: Surroundings, step: Step) -> None:
         found.activation = ActivationPart(
             type(held).__name__, f"{call.name}.act", held, None, (), {}, "private", 1, (call.index,)
         )
-        found.pattern, found.norm, found.host = "linear-norm-act", part, "norm"
+        found.pattern, found.norm, found.outlet = "linear-norm-act", part, "norm"
         found.prior, found.nonprox_reason = prior, reason
         return
     behind = graph.follow(call.outputs[0])
     if _take_activation(graph, found, behind, "linear-norm-act"):
-        found.norm, found.host = part, "norm"
+        found.norm, found.outlet = part, "norm"
         return
     if behind.call is not None and graph.kind(behind.call) == "add":
         if _take_skip(graph, found, behind, "linear-norm-skip-act"):
             found.norm = part
             return
-        found.notes.append(f"followed by {label} and a sum without an activation")
+        found.notes += (f"followed by {label} and a sum without an activation",)
         return
     if behind.call is not None and graph.kind(behind.call) == "droppath":
-        found.notes.append(f"followed by {label} and then {_droppath(graph, behind.call)}")
+        found.notes += (f"followed by {label} and then {_droppath(graph, behind.call)}",)
         return
     after = "nothing" if behind.call is None else graph.label(behind.call)
     if behind.call is None and (behind.readers or behind.is_output):
         after = "several operations" if behind.readers else "the model's output"
-    found.notes.append(f"followed by {label} and then {after}, no activation")
+    found.notes += (f"followed by {label} and then {after}, no activation",)
 
 
 def _not_foldable(graph: Graph, found: Surroundings, step: Step) -> str | None:
@@ -231,11 +216,11 @@ def _not_foldable(graph: Graph, found: Surroundings, step: Step) -> str | None:
         return "which drops blocks"
     if step.reshaped:
         return "but shape operations stand between"
-    shape = graph.record.values[found.call.outputs[0]].shape
-    convolution = len(getattr(found.call.module, "kernel_size", ())) > 0
+    shape = graph.record.values[_layer(graph, found).outputs[0]].shape
+    convolution = len(getattr(_layer(graph, found).module, "kernel_size", ())) > 0
     if not convolution and len(shape) != 2:
         return "which normalises another axis than the layer's features"
-    if graph.record.call_counts.get(step.call.name, 1) != graph.record.call_counts.get(found.call.name, 1):
+    if graph.record.call_counts.get(step.call.name, 1) != graph.record.call_counts.get(_layer(graph, found).name, 1):
         return "which is called more often than the layer"
     return None
 
@@ -259,20 +244,20 @@ def _take_skip(graph: Graph, found: Surroundings, step: Step, pattern: Pattern) 
         return False
     other = call.inputs[others[0]].value
     found.skip = SkipPart(other, others[0], call.index, graph.source(other))
-    found.host = "activation"
+    found.outlet = "activation"
     assert found.activation is not None
     if found.prior is not None and found.activation.ownership == "functional":
-        found.reasons.append(
+        found.reasons += (
             f"the activation after the skip is a function ({found.activation.label}), and a solver after a sum needs "
-            "an activation module to run in"
+            "an activation module to run in",
         )
     elif found.prior is not None and _called_between(graph, found):
-        found.reasons.append(
+        found.reasons += (
             f"the activation {found.activation.name!r} after the skip is also called between the layer and the sum, so "
-            "it could not tell its calls apart"
+            "it could not tell its calls apart",
         )
     elif found.prior is not None and (step.reshaped or behind.reshaped):
-        found.reasons.append("shape operations between the layer, the skip and the activation")
+        found.reasons += ("shape operations between the layer, the skip and the activation",)
     return True
 
 
@@ -280,27 +265,25 @@ def _called_between(graph: Graph, found: Surroundings) -> bool:
     """Whether the activation module is called for something else while this layer waits for its sum."""
     assert found.activation is not None
     end = found.activation.calls[0]
-    return any(call.name == found.activation.name for call in graph.record.calls[found.call.index + 1 : end])
+    return any(call.name == found.activation.name for call in graph.record.calls[_layer(graph, found).index + 1 : end])
 
 
 def _take_dropout_behind(graph: Graph, found: Surroundings, call: Call) -> None:
     if _take_activation(graph, found, graph.follow(call.outputs[0]), "linear-dropout-act"):
-        direct = any(argument.value == found.call.outputs[0] for argument in call.inputs)
+        direct = any(argument.value == _layer(graph, found).outputs[0] for argument in call.inputs)
         found.dropout = _dropout_part(graph, call, direct, after=True)
     else:
-        found.notes.append(f"followed by {graph.label(call)} and no activation")
+        found.notes += (f"followed by {graph.label(call)} and no activation",)
 
 
 def _look_back(graph: Graph, found: Surroundings) -> None:
-    call, readers = graph.back(found.call.inputs[0].value)
+    call, readers = graph.back(_layer(graph, found).inputs[0].value)
     if call is None or graph.kind(call) != "dropout" or found.pattern == "linear-dropout-act":
         return
     if readers > 1:
-        found.notes.append(
-            f"its dropout ({graph.label(call)}) feeds {readers} operations, so it is not the layer's own"
-        )
+        found.notes += (f"its dropout ({graph.label(call)}) feeds {readers} operations, so it is not the layer's own",)
         return
-    found.dropout = _dropout_part(graph, call, found.call.inputs[0].value in call.outputs)
+    found.dropout = _dropout_part(graph, call, _layer(graph, found).inputs[0].value in call.outputs)
     if found.pattern == "linear-act":
         found.pattern = "dropout-linear-act"
     elif found.pattern == "linear":

@@ -1,4 +1,4 @@
-"""Layers named as PEFT names them: ends of names, one regular expression, or a function."""
+"""Layers named as in PEFT: by ends of names, by one regular expression, or by a function."""
 
 import difflib
 import re
@@ -14,6 +14,7 @@ from solver_plugins.surgery.kinds import linear_like
 from solver_plugins.surgery.parts import Block
 
 Targets = str | Iterable[str] | Callable[[str, nn.Module], bool]
+"""Layers as users name them."""
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,10 @@ class Target:
     """One way to name layers.
 
     Attributes:
-        label: How messages call it.
+        label: Its name in messages.
         text: The name, its end, or the regular expression; None for a function.
-        matches: Whether a name and a module are meant.
-        whole: Whether it is a regular expression, for whole names.
+        matches: Whether it means a layer, by name and module.
+        whole: Whether it is a regular expression, which has to match whole names.
     """
 
     label: str
@@ -47,7 +48,7 @@ class TargetList:
     def check(
         self, chosen: Sequence[Block], blocks: Sequence[Block], rejected: dict[str, str], model: nn.Module | None
     ) -> None:
-        """Raises TargetError for every target that no chosen block stands for."""
+        """Raises TargetError if no block was chosen for some target."""
         problems = [
             _miss(target, blocks, rejected, model)
             for target in self.targets
@@ -57,7 +58,7 @@ class TargetList:
             raise TargetError(f"Targets that convert nothing:{''.join(problems)}")
 
     def check_met(self, blocks: Sequence[Block], model: nn.Module | None) -> None:
-        """Raises TargetError for a target that means neither a block nor a module: a typing error."""
+        """Raises TargetError if a target matches neither a block nor a module: probably a typing error."""
         modules = {} if model is None else dict(model.named_modules())
         for target in self.targets:
             if any(_meets(target, block) for block in blocks):
@@ -72,7 +73,7 @@ def read_targets(given: Any, option: str) -> TargetList:
     """Reads targets as users give them.
 
     Raises:
-        TargetError: If they are of another kind, empty, or no regular expression.
+        TargetError: If they are of another kind, empty, or not a regular expression.
     """
     if isinstance(given, str):
         try:
@@ -106,7 +107,7 @@ def _meets(target: Target, block: Block) -> bool:
 
 
 def _miss(target: Target, blocks: Sequence[Block], rejected: dict[str, str], model: nn.Module | None) -> str:
-    """Says what a target met instead of a block that can be converted."""
+    """Says what a target matched instead of a block that can be converted."""
     lines = [f"{block.name}: {rejected[block.name]}" for block in blocks if _meets(target, block)]
     modules = {} if model is None else {name: module for name, module in model.named_modules() if name}
     if not lines:
@@ -128,13 +129,13 @@ def _near(target: Target, names: Iterable[str]) -> str:
     full = sorted(name for name in names if name)
     if target.whole or "." in text:
         return _near_whole(text.replace("\\", ""), full)
-    # Ends of names are compared: that is what is usually typed; all names of a large model would fill the screen.
+    # Ends of names are what users type; all names of a large model would fill the screen.
     ends = {name.rpartition(".")[2] for name in full if not name.rpartition(".")[2].isdigit()}
     return did_you_mean(text, {*ends, *full} if len(full) <= 20 else ends or set(full[:20]))
 
 
 def _near_whole(text: str, full: list[str]) -> str:
-    """Returns what :func:`_near` does for a text that means whole names: an end alone would mean many more layers."""
+    """Returns near names for a text that means whole names, as an end alone would mean many more layers."""
     near = difflib.get_close_matches(text, full, n=3, cutoff=0.6)
     question = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
     shown = full if len(full) <= 20 else full[:5]

@@ -1,4 +1,4 @@
-"""The two modes and the hooks that see a forward pass, and the list of calls that they write."""
+"""The modes and hooks that watch a forward pass and write the list of its calls."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -54,7 +54,8 @@ class Tracer:
         self.calls: list[Call] = []
         self.values: list[Value] = []
         self.call_counts: dict[str, int] = {}
-        self.busy = False  # inside of a step: what is called there belongs to it
+        # Inside of a step: everything called there belongs to it.
+        self.busy = False
         self._originals = originals
         self._names = names
         self._named_tensors = tensors
@@ -82,7 +83,7 @@ class Tracer:
             yield
 
     def mark(self, thing: Any, kind: ValueKind) -> None:
-        """Makes values of the tensors that the forward pass is given."""
+        """Notes the tensors that the forward pass is given."""
         for tensor in tensors_in(thing):
             self._new_value(tensor, kind)
 
@@ -133,7 +134,7 @@ class Tracer:
                 self._write(self._names[module], module, None, pending, written)
 
     def _see(self, args: Any, kwargs: Any) -> _Seen:
-        """Notes what a call is given; it may change its tensors."""
+        """Notes what a call is given before it runs, as it may change its tensors."""
         before = [(tensor, _version(tensor)) for tensor in tensors_in((args, kwargs))]
         places: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         inputs = tuple(
@@ -234,7 +235,7 @@ class _Operators(TorchDispatchMode):
 
 
 def _written(before: list[tuple[Tensor, int]], result: Any) -> list[Tensor]:
-    """Returns the tensors that a call made or changed, its results first; one that it only hands on is not written."""
+    """Returns the tensors that a call made or changed, results first; tensors that it only hands on are left out."""
     changed = {id(tensor): tensor for tensor, version in before if _version(tensor) != version}
     handed = {id(tensor) for tensor, _ in before} - changed.keys()
     made = {id(tensor): tensor for tensor in tensors_in(result) if id(tensor) not in handed}

@@ -1,14 +1,10 @@
-"""One forward pass of a converted model that sees every solve, and leaves no trace."""
+"""One forward pass of a converted model that watches every solve and leaves no trace."""
 
 import contextlib
-import random
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -16,17 +12,18 @@ from solver_plugins.blocks import SolverBlock, blocks_of
 from solver_plugins.solvers import BlockProblem, Draws, Solver
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import read_inputs
+from solver_plugins.surgery.untouched import left_as_it_was
 
 
 @dataclass
 class Seen:
-    """What one solve did; sums over its samples.
+    """How one solve went.
 
     Attributes:
         smoothness: The constant whose inverse was its step.
-        first: Objective after the first iteration, the mean over the samples.
-        last: The same after the last one.
-        residual: Relative size of a further step, the largest of the samples.
+        first: Objective after the first iteration, averaged over the samples.
+        last: Objective after the last iteration.
+        residual: Relative size of a further step, the largest over the samples.
         plain_scale: Standard deviation of what the plain layers return.
         scale: Standard deviation of what the block returned.
     """
@@ -41,7 +38,7 @@ class Seen:
 
 @dataclass
 class _Watch:
-    """Stands in for the solver of a block: does what it does, and looks at where it stands."""
+    """Stands in for the solver of a block and looks at its first and last iterate."""
 
     solver: Solver
     activated: bool
@@ -71,7 +68,7 @@ class _Watch:
             one.plain_scale = _deviation(plain)
 
     def returned(self, module: nn.Module, args: Any, output: Tensor) -> None:
-        """Takes note of what the block hands on: a forward hook of the layer, or of the outlet that several share."""
+        """Notes what the block returns: a forward hook of the layer, or of its outlet."""
         if self.solving:
             self.solving, self.seen[-1].scale = False, _deviation(output)
 
@@ -84,7 +81,7 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
         batch: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
 
     Returns:
-        For the name of each converted layer, its solves in this pass: none for one that was not called.
+        The solves of each converted layer in this pass, by the layer's name; empty for a layer that was not called.
 
     Raises:
         RecordError: If the batch is of another kind, or the pass fails.
@@ -111,43 +108,8 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
     return {name: watch.seen for name, watch in watches.items()}
 
 
-@contextlib.contextmanager
-def left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Puts back buffers, modes and random states, whatever happens in between."""
-    modules = list(model.modules())
-    modes = [module.training for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
-    tensors = {id(one): one for own in buffers for one in own.values() if one is not None and not one.is_meta}
-    values = {key: one.detach().clone() for key, one in tensors.items()}
-    python, numpy = random.getstate(), np.random.get_state()
-    kinds = {one.device for one in tensors.values() if one.device.type not in ("cpu", "meta")}
-    kind = next(iter(kinds)).type if kinds else "cuda"
-    with torch.random.fork_rng(list(kinds), device_type=kind), warnings.catch_warnings(), _eager():
-        # The model's own warnings come at its next real pass.
-        warnings.simplefilter("ignore")
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
-            with torch.no_grad():
-                for key, one in tensors.items():
-                    if not _same(one, values[key]):
-                        one.copy_(values[key])
-            for module, mode, own in zip(modules, modes, buffers, strict=True):
-                module.__dict__["training"] = mode
-                # In place: the mapping itself may be referred to.
-                if any(module._buffers.get(name) is not one for name, one in own.items()):
-                    module._buffers.update(own)
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    # A write, even of the same numbers, would count as a change of the tensor (its version).
-    return one.shape == other.shape and bool(torch.equal(one.detach().nan_to_num(), other.nan_to_num()))
-
-
 def _hands_on_values(block: SolverBlock) -> bool:
-    """Whether what it returns has gone through the activation."""
+    """Whether the block returns what the activation has already been applied to."""
     return block.output == "value" if block.link is None else block.link.role != "norm"
 
 
@@ -166,13 +128,3 @@ def _deviation(tensor: Any) -> float:
     if not isinstance(tensor, Tensor) or tensor.numel() < 2:
         return float("nan")
     return float(tensor.detach().float().std())
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """A compiled model runs as it is written: its graph knows nothing of who watches."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()
-
-
-__all__ = ["Seen", "left_as_it_was", "watch_pass"]

@@ -14,6 +14,7 @@ from solver_plugins.equilibrium.head import HeadConfig
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.integrations.models import read_value
 from solver_plugins.shipped import shipped_file, shipped_names
+from solver_plugins.surgery import ConversionSpec
 
 Names = str | list[str]
 
@@ -42,23 +43,6 @@ class ModelSection(StrictConfig):
         if self.pretrained and self.weights is not None:
             raise ValueError("expected model.pretrained or model.weights; found both")
         return self
-
-
-class SolverSection(StrictConfig):
-    """What its layers become: the arguments of ``convert_model``."""
-
-    name: str = Field("proxsg", description="A registered solver.")
-    iters: int = Field(10, ge=1, description="How many proximal steps each block takes.")
-    pattern: Names | None = Field(None, description="Patterns, 'strict' or 'all'; the solver's own by default.")
-    targets: Names | None = Field(None, description="Layers to convert: names or their ends, or one regex.")
-    exclude: Names | None = Field(None, description="Layers to leave alone, in the same forms.")
-    p: float | None = Field(None, description="A dropout rate for a solver that samples.")
-    nonprox: Literal["keep", "skip"] = Field("keep", description="What to do where an activation is no proximal map.")
-    last: bool | None = Field(None, description="Always, or never, convert the classifier.")
-    blend: float = Field(1.0, ge=0, le=1, description="0 is the original network, 1 the solver.")
-    args: dict[str, Any] = Field({}, description="Options of the solver itself, such as lam.")
-
-    hints: ClassVar[Mapping[str, str]] = {"options": "The solver's own options are under 'args'."}
 
 
 class ProxPropSection(StrictConfig):
@@ -91,12 +75,6 @@ class RegularizerSection(StrictConfig):
         description="Add the second-order mean of the loss under dropout to it, or drop units at random.",
     )
     classifier: str | None = Field(None, description="Name of the last layer, where it is not found by itself.")
-
-
-class CalibrateSection(StrictConfig):
-    """Gives the blocks the scale that their layers had, before training."""
-
-    batches: int = Field(4, ge=1, description="How many training batches are looked at.")
 
 
 class DataSection(StrictConfig):
@@ -204,7 +182,7 @@ class FinetuneConfig(StrictConfig):
     """Everything about a run. The file itself, the models and the results go to ``output``."""
 
     model: ModelSection
-    solver: SolverSection | None = Field(
+    solver: ConversionSpec | None = Field(
         None, description="What its layers become, or {name: proxprop, ...}; null for none."
     )
     proxprop: ProxPropSection | None = Field(
@@ -212,7 +190,6 @@ class FinetuneConfig(StrictConfig):
     )
     head: HeadSection | None = Field(None, description="null for the model's own.")
     regularizer: RegularizerSection | None = Field(None, description="null for none.")
-    calibrate: CalibrateSection | None = Field(None, description="null for none.")
     baseline: bool = Field(True, description="Whether the plain model is trained, too, beside that with a solver.")
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -237,6 +214,7 @@ class FinetuneConfig(StrictConfig):
     output: str = Field(description="The folder of the run.")
 
     hints: ClassVar[Mapping[str, str]] = {
+        "calibrate": "It is part of 'solver': solver.calibrate=4 looks at four batches.",
         "lr": "It is part of 'optimizer'.",
         "dataset": "It is called 'data'.",
         "optimiser": "It is spelled 'optimizer'.",
@@ -247,18 +225,25 @@ class FinetuneConfig(StrictConfig):
     def _proxprop_as_solver(cls, options: Any) -> Any:
         """Takes ``solver: {name: proxprop}`` for the section of that name: it changes steps, not layers."""
         solver = options.get("solver") if isinstance(options, Mapping) else None
-        if not isinstance(solver, Mapping) or solver.get("name") != "proxprop":
+        if not isinstance(solver, Mapping) or "proxprop" not in (solver.get("name"), solver.get("solver")):
             return options
         if options.get("proxprop") is not None:
             raise ValueError("expected solver.name=proxprop or a section proxprop; found both")
-        foreign = sorted(solver.keys() - {"name"} - ProxPropSection.model_fields.keys())
+        own = {key: value for key, value in solver.items() if key not in ("name", "solver")}
+        foreign = sorted(own.keys() - ProxPropSection.model_fields.keys())
         if {"iters", "args"} & {*foreign}:
             # Of the recipe's own solver, whose name alone was changed.
             raise ValueError(
                 f"proxprop is no solver of blocks and has no {', '.join(foreign)}, which the section solver gives; "
                 "replace all of it: solver='{name: proxprop, mode: cg3}'"
             )
-        return {**options, "solver": None, "proxprop": {key: value for key, value in solver.items() if key != "name"}}
+        return {**options, "solver": None, "proxprop": own}
+
+    @pydantic.field_serializer("solver", mode="wrap")
+    def _name_of_solver(self, solver: Any, write: pydantic.SerializerFunctionWrapHandler) -> Any:
+        """Writes the solver's name as the key that configs use, so that ``solver.name=fista`` replaces it."""
+        written = write(solver)
+        return written if written is None else {"name": written.pop("solver"), **written}
 
     @property
     def changes(self) -> bool:
@@ -274,8 +259,6 @@ class FinetuneConfig(StrictConfig):
         for name, value in (("refresh", self.refresh), ("checkpoints.every", self.checkpoints.every)):
             if value != "epoch" and value < 1:
                 raise ValueError(f"expected {name} to be 'epoch' or at least one step; found {value}")
-        if self.calibrate is not None and self.solver is None:
-            raise ValueError("calibrate is about solver blocks, and there is no solver; leave it out")
         if self.data.text is not None:
             if self.data.image is not None:
                 raise ValueError("expected data.image or data.text; found both")

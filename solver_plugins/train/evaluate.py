@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from solver_plugins.blocks import SolverBlock
+from solver_plugins.blocks import blocks_of
 from solver_plugins.train.data import arguments_of
 from solver_plugins.train.errors import DataError
 from solver_plugins.train.randomness import seeded
@@ -39,8 +39,7 @@ class Scores:
 def samples_in_evaluation(model: nn.Module) -> bool:
     """Whether two evaluations of a model differ."""
     return any(
-        isinstance(block, SolverBlock) and block.solver.samples != "nothing" and block.solver.samples_in_evaluation
-        for block in model.modules()
+        block.solver.samples != "nothing" and block.solver.samples_in_evaluation for block in blocks_of(model).values()
     )
 
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from accelerate import Accelerator
 from torch import nn
 
+from solver_plugins.blocks import blocks_of
 from solver_plugins.integrations import save
 from solver_plugins.integrations.folder import new_folder
 from solver_plugins.integrations.heads import head_of
 from solver_plugins.train.config import FinetuneConfig
-from solver_plugins.train.models import has_blocks
 from solver_plugins.train.processes import is_sharded
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def export_model(
         shutil.rmtree(folder, ignore_errors=True)
         training = model.training
         model.eval()
-        if has_blocks(model) or head_of(model) is not None:
+        if blocks_of(model) or head_of(model) is not None:
             args = {key: value for key, value in config.model.args.items() if key != "num_classes"}
             save(model, folder, model_args=args if config.model.spec.startswith("timm/") else None)
         else:

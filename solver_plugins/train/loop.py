@@ -16,7 +16,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
-from solver_plugins.blocks import refresh_steps
+from solver_plugins.blocks import blocks_of, refresh_steps
 from solver_plugins.errors import OptionError
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.checkpoints import Checkpoints
@@ -25,7 +25,7 @@ from solver_plugins.train.data import Batch, Loaders
 from solver_plugins.train.diagnosis import block_rows, worst_block
 from solver_plugins.train.errors import DivergedError
 from solver_plugins.train.evaluate import Scores, evaluate, logits_of
-from solver_plugins.train.models import DTYPES, has_blocks
+from solver_plugins.train.models import DTYPES
 from solver_plugins.train.outputs import CHECKPOINTS, METRICS, write_rows
 from solver_plugins.train.processes import is_sharded
 from solver_plugins.train.state import Progress, StepSizes
@@ -89,7 +89,7 @@ class Loop:
     ):
         self.config, self.accelerator, self.folder, self.name = config, accelerator, folder, name
         self.order, self.dtype = loaders.order, DTYPES[config.model.dtype]
-        self.solving = has_blocks(model)
+        self.solving = bool(blocks_of(model))
         self.ema = None
         if config.ema is not None:
             if is_sharded(accelerator):
@@ -246,7 +246,7 @@ class Loop:
         raise DivergedError(
             f"The loss of {self.name} is {value} at step {step} (epoch {self.progress.epoch + 1}).{where} "
             + (f"The last good checkpoint is kept: {kept}. " if kept else "No checkpoint was written before it. ")
-            + "A smaller optimizer.lr, optimizer.clip, calibrate, or a smaller solver.blend may help."
+            + "A smaller optimizer.lr, optimizer.clip, solver.calibrate, or a smaller solver.blend may help."
         )
 
     def _end_epoch(self) -> None:

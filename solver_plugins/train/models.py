@@ -1,18 +1,15 @@
-"""The networks of a run: built for the number of classes, with own weights where asked, converted, calibrated."""
+"""The networks of a run: built for the number of classes, with own weights where asked, and with a head."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import blocks_of, calibrate
 from solver_plugins.integrations.heads import attach_opteq_head
 from solver_plugins.integrations.models import ModelError, load_model
 from solver_plugins.integrations.weights import load_in_order, read_weights
-from solver_plugins.surgery import Report, convert_model, inspect_model
-from solver_plugins.train.config import FinetuneConfig, HeadSection, ModelSection, SolverSection
+from solver_plugins.train.config import FinetuneConfig, HeadSection, ModelSection
 from solver_plugins.train.data import Splits
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -128,31 +125,3 @@ def attach_head(model: nn.Module, section: HeadSection) -> nn.Module:
     options = section.options()
     del options["name"]
     return attach_opteq_head(model, **options)
-
-
-def conversion_arguments(section: SolverSection, example: Any) -> dict[str, Any]:
-    """Returns the keyword arguments of ``convert_model`` and ``inspect_model``."""
-    fields = section.options()
-    own = fields.pop("args")
-    fields["solver"] = fields.pop("name")
-    return {**fields, **own, "example_inputs": example}
-
-
-def convert(model: nn.Module, section: SolverSection, example: Any) -> nn.Module:
-    """Converts a model as the config says; raises as ``convert_model`` does."""
-    return convert_model(model, **conversion_arguments(section, example))
-
-
-def planned(model: nn.Module, section: SolverSection, example: Any, lipschitz: bool = True) -> Report:
-    """Returns what :func:`convert` would do."""
-    return inspect_model(model, lipschitz=lipschitz, **conversion_arguments(section, example))
-
-
-def calibrated(model: nn.Module, batches: Iterable[Any], run: Any, progress: bool) -> None:
-    """Calibrates the blocks on a few batches."""
-    calibrate(model, batches, forward=run, progress=progress)
-
-
-def has_blocks(model: nn.Module) -> bool:
-    """Whether there is a solver block in a model."""
-    return bool(blocks_of(model))

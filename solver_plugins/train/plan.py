@@ -5,12 +5,12 @@ from typing import Any
 
 from accelerate.utils import set_seed
 
-from solver_plugins.surgery import Report
+from solver_plugins.surgery import Report, inspect_model
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import load_splits, make_loaders
 from solver_plugins.train.loop import make_optimizer, make_schedule
-from solver_plugins.train.models import DTYPES, attach_head, build_model, planned
+from solver_plugins.train.models import DTYPES, attach_head, build_model
 from solver_plugins.train.outputs import check_output
 from solver_plugins.train.preparation import image_settings
 from solver_plugins.train.processes import end_processes, make_accelerator
@@ -53,7 +53,7 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         if config.head is not None:
             added.append(f"head: an equilibrium of {config.head.layers} layers, solved by {config.head.solver}")
         additions.remove()
-        report = None if config.solver is None else planned(model, config.solver, example)
+        report = None if config.solver is None else inspect_model(model, config.solver, example_inputs=example)
         steps = loaders.order.steps * config.epochs
         parameters = sum(parameter.numel() for parameter in model.parameters())
         size = (

@@ -51,7 +51,7 @@ def _title(config: FinetuneConfig, name: str) -> str:
         return name
     parts = []
     if config.solver is not None:
-        parts.append(f"{config.solver.name}, iters={config.solver.iters}")
+        parts.append(f"{config.solver.solver}, iters={config.solver.iters}")
     if config.proxprop is not None:
         parts.append(f"proxprop, {config.proxprop.mode}")
     if config.head is not None:

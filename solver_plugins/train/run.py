@@ -13,12 +13,13 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 
 from solver_plugins.errors import SolverPluginsError
+from solver_plugins.surgery import convert_model
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import Loaders, Splits, arguments_of, load_splits, make_loaders
 from solver_plugins.train.errors import OutputError
 from solver_plugins.train.export import export_model, skeleton_of
 from solver_plugins.train.loop import Loop
-from solver_plugins.train.models import DTYPES, attach_head, build_model, calibrated, convert
+from solver_plugins.train.models import DTYPES, attach_head, build_model
 from solver_plugins.train.outputs import (
     METRICS,
     MODEL,
@@ -124,9 +125,9 @@ def make_arm(config: FinetuneConfig, splits: Splits, name: str, processes: int) 
     if name == "solver" and config.head is not None:
         attach_head(model, config.head)
     if name == "solver" and config.solver is not None:
-        convert(model, config.solver, example_of(loaders, DTYPES[config.model.dtype]))
-        if config.calibrate is not None:
-            _calibrate(config, model, loaders, config.calibrate.batches)
+        dtype = DTYPES[config.model.dtype]
+        batches = None if config.solver.calibrate is None else first_batches(loaders, dtype, config.solver.calibrate)
+        convert_model(model, config.solver, calibrate=batches, example_inputs=example_of(loaders, dtype))
     return model, loaders
 
 
@@ -134,22 +135,19 @@ def example_of(loaders: Loaders, dtype: torch.dtype) -> Any:
     """Returns two examples as the model's forward takes them, for the recorded pass."""
     collate: Any = loaders.eval.collate_fn
     examples = loaders.examples
-    args, keywords = arguments_of(collate([examples[(0, 0)], examples[(0, 1 % len(examples))]]), dtype)
+    return _inputs(collate([examples[(0, 0)], examples[(0, 1 % len(examples))]]), dtype)
+
+
+def first_batches(loaders: Loaders, dtype: torch.dtype, count: int) -> Iterator[Any]:
+    """Yields the first training batches as the model's forward takes them, for calibrating."""
+    loaders.order.epoch = loaders.order.skip = 0
+    for batch in islice(loaders.train, count):
+        yield _inputs(batch, dtype)
+
+
+def _inputs(batch: Any, dtype: torch.dtype) -> Any:
+    args, keywords = arguments_of(batch, dtype)
     return args or keywords
-
-
-def _calibrate(config: FinetuneConfig, model: nn.Module, loaders: Loaders, count: int) -> None:
-    dtype = DTYPES[config.model.dtype]
-
-    def forward(one: nn.Module, batch: Any) -> Any:
-        args, keywords = arguments_of(batch, dtype)
-        return one(*args, **keywords)
-
-    def batches() -> Iterator[Any]:
-        loaders.order.epoch = loaders.order.skip = 0
-        return islice(iter(loaders.train), count)
-
-    calibrated(model, batches(), forward, progress=False)
 
 
 class _Arm:

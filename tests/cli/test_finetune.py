@@ -101,4 +101,4 @@ def test_a_config_is_needed(capsys):
 def test_example_of_the_docs_is_a_config():
     text = (RECIPES.parents[1] / "docs" / "finetuning.md").read_text()
     example = text.partition("## Your own images\n\n```yaml\n")[2].partition("```")[0]
-    assert FinetuneConfig.from_yaml(example).solver.name == "proxgd"
+    assert FinetuneConfig.from_yaml(example).solver.solver == "proxgd"

@@ -20,6 +20,7 @@ from solver_plugins.blocks import blocks_of
 from solver_plugins.surgery import (
     Block,
     Conversion,
+    ConversionSpec,
     apply_conversion,
     conversion_of,
     convert_model,
@@ -175,7 +176,7 @@ class _Check:
                 row.walk_seconds, row.device = round(time.process_time() - start, 3), made.device
         if "walked" in row.failures:
             return
-        selection = select(found, "proxgd", "all", model=self.model)
+        selection = select(found, ConversionSpec(solver="proxgd", pattern="all"), self.model)
         row.layers = len(found)
         self.blocks = selection.blocks
         row.blocks = dict(Counter(block.pattern for block in self.blocks))

@@ -97,7 +97,7 @@ class Watch:
         return self.result
 
     def _watch(self, modules: dict[str, nn.Module], block: Block) -> None:
-        layer, outlet = modules[block.name], modules[block.host_name or block.name]
+        layer, outlet = modules[block.name], modules[block.outlet_name]
 
         def at_layer(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
             self._inputs[block.name] = (_only(args, kwargs).detach(), output.detach())
@@ -108,16 +108,16 @@ class Watch:
                 self._sums[block.name] = _only(args, kwargs).detach().clone()
 
         def at_outlet(module: nn.Module, args: Any, kwargs: Any, output: Tensor) -> Tensor | None:
-            if block.host == "linear":
+            if block.outlet == "linear":
                 return self._compare(block, layer, _only(args, kwargs).detach(), output)
             if block.name not in self._inputs:
                 return None  # A shared activation that is called for another layer.
             u, y = self._inputs.pop(block.name)
             return self._compare(block, layer, u, output, y)
 
-        if block.host != "linear":
+        if block.outlet != "linear":
             self._handles.append(layer.register_forward_hook(at_layer, with_kwargs=True))
-        if block.host == "activation":
+        if block.outlet == "activation":
             self._handles.append(outlet.register_forward_pre_hook(before_outlet, with_kwargs=True))
         self._handles.append(outlet.register_forward_hook(at_outlet, with_kwargs=True))
 
@@ -134,9 +134,9 @@ class Watch:
             smoothness = smoothness * (diagonal / solver.diagonal_reference).square().amax()
         act = self._activation(block)
         with torch.no_grad():
-            c = self._sums.pop(block.name) if block.host == "activation" else chain(u)
+            c = self._sums.pop(block.name) if block.outlet == "activation" else chain(u)
             v = solve(c, u, chain, act, smoothness.detach() + config.lam, config.lam, config.iters)
-            inside = block.host == "activation" or (block.norm is not None and block.norm.holds_activation)
+            inside = block.outlet == "activation" or (block.norm is not None and block.norm.holds_activation)
             expected, plain = (act(v.clone()), act(c.clone())) if inside else (v, c)
             scale = expected.abs().amax().clamp_min(1e-30)
             # NaN must not look like agreement.

@@ -15,7 +15,7 @@ from solver_plugins.blocks import SolverBlock, block
 from solver_plugins.gradients import products
 from solver_plugins.operators.conv import ConvMap
 from solver_plugins.surgery import Inputs
-from solver_plugins.surgery import convert as surgeon
+from solver_plugins.surgery import apply as applying
 from tests.coverage import checks, passes, run, same, table, transformers_models, weights
 from tests.coverage.__main__ import main
 from tests.coverage.reference import solve
@@ -132,14 +132,14 @@ def test_statistics_that_are_taken_twice_are_found(monkeypatch):
 
 
 def test_what_is_left_behind_is_found(monkeypatch):
-    plain = surgeon.restore
+    plain = applying.restore
 
     def forgetful(model):
         found = plain(model)
         model.fc.trace = 1
         return found
 
-    monkeypatch.setattr(surgeon, "restore", forgetful)
+    monkeypatch.setattr(applying, "restore", forgetful)
     assert set(check_residual().failures) == {"reverted"}
 
 

@@ -105,7 +105,7 @@ def test_the_config_of_the_readme_is_a_config():
     text = (ROOT / "README.md").read_text()
     (example,) = re.findall(r"^```yaml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     config = FinetuneConfig.from_yaml(example)
-    assert config.solver.name == "proxgd" and config.data.name == "photos"
+    assert config.solver.solver == "proxgd" and config.data.name == "photos"
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/examples/README.md", "configs/README.md", "patches/README.md"])

@@ -5,7 +5,8 @@ import timm
 
 from solver_plugins import conversion_of
 from solver_plugins.errors import OptionError, UnknownNameError
-from solver_plugins.integrations.scripts import SolverFile, convert_from_file
+from solver_plugins.integrations.scripts import convert_from_file
+from solver_plugins.surgery import ConversionSpec
 
 
 def test_a_model_is_converted(tmp_path):
@@ -21,7 +22,7 @@ def test_a_model_is_converted(tmp_path):
 
 def test_an_empty_file_has_defaults(tmp_path):
     (tmp_path / "solver.yaml").write_text("")
-    assert SolverFile.from_file(tmp_path / "solver.yaml").arguments()["solver"] == "proxsg"
+    assert ConversionSpec.from_file(tmp_path / "solver.yaml").solver == "proxsg"
 
 
 @pytest.mark.parametrize(("text", "error", "message"), [
@@ -46,7 +47,7 @@ def test_mistakes(tmp_path, text, error, message):
 
 def test_no_such_file(tmp_path):
     with pytest.raises(OptionError, match=r"Cannot read 'solver.yaml': No such file"):
-        SolverFile.from_file(tmp_path / "solver.yaml")
+        ConversionSpec.from_file(tmp_path / "solver.yaml")
     (tmp_path / "solver.txt").write_text("")
     with pytest.raises(OptionError, match=r"ending in .json, .yaml, .yml; found 'solver.txt'"):
-        SolverFile.from_file(tmp_path / "solver.txt")
+        ConversionSpec.from_file(tmp_path / "solver.txt")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from solver_plugins import list_solvers
-from solver_plugins.surgery import plan_conversion
+from solver_plugins.surgery import ConversionSpec, plan_conversion
 from tests.promises.cases import EVERYWHERE, MODELS, PAIRS, SOLVERS, build
 
 
@@ -18,5 +18,5 @@ def test_every_registered_solver_has_a_row():
 def test_every_model_has_a_block_for_each_kind_of_solver(model):
     plain, example = build(model), MODELS[model].inputs(torch.float32)
     for solver in EVERYWHERE:
-        plan = plan_conversion(plain, solver, pattern="all", example_inputs=example, **SOLVERS[solver])
+        plan = plan_conversion(plain, ConversionSpec.of(solver, {"pattern": "all", **SOLVERS[solver]}), example)
         assert plan.selection.chosen, plan.selection.explain()

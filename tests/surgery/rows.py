@@ -4,8 +4,7 @@ import re
 
 from torch import nn
 
-from solver_plugins.surgery import Block, match, record
-from solver_plugins.surgery.convert import plan_conversion
+from solver_plugins.surgery import Block, ConversionSpec, match, plan_conversion, record
 
 
 def line(block: Block) -> str:
@@ -21,8 +20,8 @@ def line(block: Block) -> str:
     if block.activation is not None:
         prior = block.prior.name if block.prior is not None else "nonprox"
         words.append(f"act={block.activation.name or 'functional'}:{block.activation.label}:{prior}")
-    if block.host != "linear":
-        words.append(f"host={block.host}")
+    if block.outlet != "linear":
+        words.append(f"outlet={block.outlet}")
     if block.is_last:
         words.append("last")
     if len(block.convertible) < 3:
@@ -75,7 +74,7 @@ def selection_table(model: nn.Module) -> list[str]:
     """
     rows: list[str] = []
     for kind, solver in KINDS.items():
-        plan = plan_conversion(model, solver, 2)
+        plan = plan_conversion(model, ConversionSpec(solver=solver, iters=2))
         taken: dict[str, dict[str, int]] = {}
         for one in plan.selection.chosen:
             rate = "" if one.p is None else f" at {one.p:.0%}"

@@ -59,7 +59,7 @@ def test_bad_input():
     with pytest.raises(ConversionError, match="without a solver"):
         conversion_of(make())
     with pytest.raises(OptionError, match="format"):
-        Conversion.from_json(conversion.to_json().replace('"format": 1', '"format": 2'))
+        Conversion.from_json(conversion.to_json().replace('"format": 2', '"format": 3'))
     broken = make()
     classes = [type(module) for module in broken.modules()]
     with torch.no_grad():

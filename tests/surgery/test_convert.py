@@ -11,7 +11,7 @@ from torch import nn
 from solver_plugins import conversion_of, convert_model, inspect_model, list_solvers, refresh_steps, revert_model
 from solver_plugins.blocks import PassThrough, SolverBlock
 from solver_plugins.errors import OptionError, WeightError
-from solver_plugins.surgery import ConversionError, TargetError, plan_conversion
+from solver_plugins.surgery import ConversionError, ConversionSpec, TargetError, plan_conversion
 
 
 class ConvNet(nn.Module):
@@ -182,7 +182,7 @@ def test_zero_scales_do_not_void_the_constant():
 
 def test_vgg16_as_the_issue_says():
     model = timm.create_model("vgg16", drop_rate=0.5, num_classes=10)
-    plan = plan_conversion(model, "proxsg")
+    plan = plan_conversion(model, ConversionSpec(solver="proxsg"))
     assert [(one.block.name, one.block.pattern, one.p) for one in plan.selection.chosen] == [
         ("pre_logits.fc2", "dropout-linear-act", 0.5),
         ("head.fc", "dropout-linear", 0.5),

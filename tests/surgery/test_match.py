@@ -160,8 +160,8 @@ class BasicBlock(nn.Module):
 def test_skips() -> None:
     model = BasicBlock()
     conv1, conv2, down = match(record(model, torch.rand(2, 3, 8, 8)), model)
-    assert (conv1.pattern, conv1.host, conv1.host_name) == ("linear-norm-act", "norm", "bn1")
-    assert conv2.pattern == "linear-norm-skip-act" and (conv2.host, conv2.host_name) == ("activation", "relu")
+    assert (conv1.pattern, conv1.outlet, conv1.outlet_name) == ("linear-norm-act", "norm", "bn1")
+    assert conv2.pattern == "linear-norm-skip-act" and (conv2.outlet, conv2.outlet_name) == ("activation", "relu")
     assert len(conv2.convertible) == 3
     assert conv2.activation is not None and conv2.activation.ownership == "shared"
     assert conv2.skip is not None and conv2.skip.operand == 1 and conv2.skip.source == "BatchNorm2d 'down.1'"
@@ -173,9 +173,9 @@ def test_a_functional_activation_after_a_skip_cannot_host_it() -> None:
     block = fc(lambda self, x: torch.relu(self.fc(x) + x))
     assert block.pattern == "linear-skip-act" and not block.convertible
     assert block.reasons[0].startswith("the activation after the skip is a function (relu)")
-    hosted = fc(lambda self, x: self.act(x + self.bn(self.fc(x))), act=nn.ReLU(), bn=nn.BatchNorm1d(4))
-    assert hosted.pattern == "linear-norm-skip-act" and hosted.host_name == "act" and len(hosted.convertible) == 3
-    assert hosted.skip is not None and hosted.skip.operand == 0
+    summed = fc(lambda self, x: self.act(x + self.bn(self.fc(x))), act=nn.ReLU(), bn=nn.BatchNorm1d(4))
+    assert summed.pattern == "linear-norm-skip-act" and summed.outlet_name == "act" and len(summed.convertible) == 3
+    assert summed.skip is not None and summed.skip.operand == 0
 
 
 class Shortcut(nn.Module):
@@ -208,7 +208,7 @@ def test_a_drop_path_before_the_sum(rate: float, training: bool, pattern: str) -
             "what is added to the skip is then not what the layer computes (it is at a drop path rate of 0)",
         )
     else:
-        assert block.host_name == "act" and block.norm is not None and block.skip is not None
+        assert block.outlet_name == "act" and block.norm is not None and block.skip is not None
 
 
 def test_a_drop_path_behind_the_layer_alone() -> None:
@@ -253,9 +253,9 @@ def test_a_residual_sum_is_no_sum_of_heads() -> None:
 def test_dropouts() -> None:
     functional_one = fc(lambda self, x: self.fc(functional.dropout(x, 0.3)))
     assert functional_one.dropout is not None and functional_one.dropout.ownership == "functional"
-    assert functional_one.dropout.p == 0.3 and functional_one.convertible == {"deterministic", "coordinate"}
+    assert functional_one.dropout.p == 0.3 and functional_one.convertible == {"nothing", "outputs"}
     behind = fc(lambda self, x: torch.relu(functional.dropout(self.fc(x), 0.3)))
-    assert behind.pattern == "linear-dropout-act" and behind.convertible == {"deterministic", "sampling"}
+    assert behind.pattern == "linear-dropout-act" and behind.convertible == {"nothing", "inputs"}
     twice = blocks(
         lambda self, x: self.two(self.drop(self.fc(self.drop(x)))), two=nn.Linear(4, 4), drop=nn.Dropout(0.1)
     )

@@ -70,7 +70,7 @@ def test_constant_is_the_one_that_the_converted_block_has():
         found = {block.name: block for block in solver_report(converted).blocks}
         assert len(found) == 5
         for row in report.converted:
-            assert found[row.name].host == row.host and found[row.name].tau == row.tau
+            assert found[row.name].outlet == row.outlet and found[row.name].tau == row.tau
             assert pytest.approx(found[row.name].L, rel=1e-6) == row.L
             assert row.step == pytest.approx(found[row.name].step, rel=1e-4)
 

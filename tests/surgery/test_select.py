@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError, UnknownNameError
-from solver_plugins.registry import SOLVERS
-from solver_plugins.surgery import Block, TargetError, match, record, select
+from solver_plugins.surgery import Block, ConversionSpec, Selection, TargetError, match, record, select
 from tests.surgery.models import MODELS
 
 
@@ -61,8 +60,12 @@ def made_net() -> tuple[Net, list[Block]]:
     return net, match(record(net, torch.rand(2, 8)), net)
 
 
-def chosen(blocks: list[Block], *args: Any, **options: Any) -> dict[str, str]:
-    return {block.name: block.pattern for block in select(blocks, *args, **options).blocks}
+def selected(blocks: list[Block], solver: Any, model: nn.Module | None = None, **options: Any) -> Selection:
+    return select(blocks, ConversionSpec.of(solver, options), model)
+
+
+def chosen(blocks: list[Block], solver: str, **options: Any) -> dict[str, str]:
+    return {block.name: block.pattern for block in selected(blocks, solver, **options).blocks}
 
 
 def test_every_pattern_is_found(net: tuple[Net, list[Block]]) -> None:
@@ -104,27 +107,27 @@ def test_every_pattern_is_found(net: tuple[Net, list[Block]]) -> None:
 def test_defaults_and_options(
     net: tuple[Net, list[Block]], solver: str, options: dict[str, Any], expected: dict[str, str]
 ) -> None:
-    assert chosen(net[1], SOLVERS.get(solver), **options) == expected
+    assert chosen(net[1], solver, **options) == expected
 
 
 def test_all_takes_everything_that_can_be(net: tuple[Net, list[Block]]) -> None:
-    made = chosen(net[1], "nothing", pattern="all")
+    made = chosen(net[1], "proxgd", pattern="all")
     assert made == {**{k: v for k, v in PATTERNS.items() if k != "unused"}, "fc4": "linear", "fc8": "linear"}
 
 
 def test_rates_and_reduced_blocks(net: tuple[Net, list[Block]]) -> None:
-    selection = select(net[1], "inputs", pattern="all")
+    selection = selected(net[1], "proxsg", pattern="all")
     assert {one.block.name: one.p for one in selection.chosen} == {"fc1": 0.5, "fc2": 0.3}
     assert "give one with p=" in selection.rejected["fc3"]
-    assert {one.p for one in select(net[1], "inputs", p=0.4).chosen} == {0.4}
-    assert {one.p for one in select(net[1], "nothing").chosen} == {None}
-    reduced = next(block for block in select(net[1], "nothing", pattern="all").blocks if block.name == "fc8")
+    assert {one.p for one in selected(net[1], "proxsg", p=0.4).chosen} == {0.4}
+    assert {one.p for one in selected(net[1], "proxgd").chosen} == {None}
+    reduced = next(block for block in selected(net[1], "proxgd", pattern="all").blocks if block.name == "fc8")
     assert reduced.activation is None and reduced.prior is not None and reduced.prior.name == "identity"
-    assert "GELU is no proximal map and stays" in reduced.notes[-1]
+    assert "GELU is not a proximal map and stays" in reduced.notes[-1]
 
 
 def test_every_other_block_has_its_reason(net: tuple[Net, list[Block]]) -> None:
-    selection = select(net[1], "nothing")
+    selection = selected(net[1], "proxgd")
     assert set(selection.rejected) == PATTERNS.keys() - {"fc1", "fc3"}
     assert "not monotone" in selection.rejected["fc8"]
     assert selection.rejected["unused"] == "never called in the forward pass"
@@ -153,7 +156,7 @@ def test_a_target_that_converts_nothing_says_why(
     net: tuple[Net, list[Block]], options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(TargetError, match=message):
-        select(net[1], "nothing", model=net[0], **options)
+        selected(net[1], "proxgd", model=net[0], **options)
 
 
 @pytest.mark.parametrize(
@@ -162,21 +165,20 @@ def test_a_target_that_converts_nothing_says_why(
         ({"pattern": "linear-nrom-act"}, "Did you mean 'linear-norm-act'"),
         ({"p": 0.5}, "deterministic solver draws nothing"),
         ({"nonprox": "drop"}, "'keep' or 'skip'"),
-        ({"solver": nn.ReLU()}, "what it draws"),
-        ({"solver": "inputs", "p": 1.0}, r"in \[0, 1\)"),
-        ({"solver": "inputs", "p": "0.5", "pattern": "all"}, r"a rate p in \[0, 1\); found '0.5' \(str\)"),
-        ({"solver": "inputs", "p": False}, r"found False \(bool\)"),
+        ({"solver": nn.ReLU()}, "expected a valid string"),
+        ({"solver": "proxsg", "p": 1.0}, r"in \[0, 1\)"),
+        ({"solver": "proxsg", "p": "0.5", "pattern": "all"}, r"a rate p in \[0, 1\); found '0.5' \(str\)"),
+        ({"solver": "proxsg", "p": False}, r"found False \(bool\)"),
     ],
 )
 def test_bad_options(net: tuple[Net, list[Block]], options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        select(net[1], **{"solver": "nothing", **options})
+        selected(net[1], **{"solver": "proxgd", **options})
 
 
-def test_a_solver_by_name(net: tuple[Net, list[Block]]) -> None:
-    assert chosen(net[1], "rcd") == chosen(net[1], SOLVERS.get("rcd")) == chosen(net[1], "outputs")
+def test_an_unknown_solver(net: tuple[Net, list[Block]]) -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'proxsg' or 'proxgd'"):
-        select(net[1], "proxdg")
+        selected(net[1], "proxdg")
 
 
 def test_a_misspelled_name_is_answered_by_whole_names() -> None:
@@ -185,17 +187,17 @@ def test_a_misspelled_name_is_answered_by_whole_names() -> None:
     for targets in (["layer4.0.convv1"], r"layer4\.0\.convv1"):
         for option in ("targets", "exclude"):
             with pytest.raises(TargetError, match=r"Did you mean 'layer4\.0\.conv1' or 'layer4") as caught:
-                select(blocks, "nothing", model=model, **{option: targets})
+                selected(blocks, "proxgd", model=model, **{option: targets})
             assert "'conv1'" not in str(caught.value) and " more." in str(caught.value)
     with pytest.raises(TargetError, match=r"matches no layer. Whole names are conv1, fc, layer1\.0\.conv1, .* more\."):
-        select(blocks, "nothing", model=model, targets="stage.*")
+        selected(blocks, "proxgd", model=model, targets="stage.*")
     with pytest.raises(TargetError, match=r"Did you mean 'conv1' or 'conv2'\?"):
-        select(blocks, "nothing", model=model, targets=["convv1"])
+        selected(blocks, "proxgd", model=model, targets=["convv1"])
 
 
 def test_vgg16_by_default() -> None:
     model = timm.create_model("vgg16", drop_rate=0.5)
-    selection = select(match(record(model), model), SOLVERS.get("proxsg"))
+    selection = selected(match(record(model), model), "proxsg")
     assert [(one.block.name, one.block.pattern, one.p) for one in selection.chosen] == [
         ("pre_logits.fc2", "dropout-linear-act", 0.5),
         ("head.fc", "dropout-linear", 0.5),
@@ -206,4 +208,4 @@ def test_tied_and_shared_layers_are_near_misses() -> None:
     model = MODELS["bert_mlm"]()
     blocks = match(record(model), model)
     with pytest.raises(TargetError, match=r"cls\.predictions\.decoder: tied weight: it is also 'bert\.embeddings"):
-        select(blocks, "nothing", targets=["decoder"], pattern="all", model=model)
+        selected(blocks, "proxgd", targets=["decoder"], pattern="all", model=model)

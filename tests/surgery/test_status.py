@@ -90,7 +90,7 @@ def test_scale_of_chains_is_that_of_their_output():
     model, plain = small(iters=10, targets=["conv1"]).train(), make().train()
     outputs = [net.bn1(net.conv1(X)) for net in (model, plain)]
     row = solver_report(model, X).blocks[0]
-    assert (row.name, row.host, row.role) == ("conv1", "bn1", "norm")
+    assert (row.name, row.outlet, row.role) == ("conv1", "bn1", "norm")
     assert (
         row.scale == pytest.approx(float((outputs[0].std() / outputs[1].std()).detach()), rel=1e-4) and row.scale > 1.5
     )
@@ -101,7 +101,7 @@ def test_scale_of_chains_is_that_of_their_output():
     expected = plain.act2(plain.bn2(plain.conv2(first)) + first)
     found = model.act1(model.bn1(model.conv1(X)))
     found = model.act2(model.bn2(model.conv2(found)) + found)
-    assert row.role == "activation" and row.host == "act2"
+    assert row.role == "activation" and row.outlet == "act2"
     assert row.scale == pytest.approx(float((found.std() / expected.std()).detach()), rel=1e-4)
 
 
@@ -166,7 +166,7 @@ def test_an_outlet_that_several_layers_share():
     x, model = torch.randn(4, 3, 8, 8), Shared().eval()
     both = convert_model(model, "proxgd", pattern="all", example_inputs=x, inplace=False)
     rows = {block.name: block for block in solver_report(both, x).blocks}
-    assert rows["one"].host == rows["two"].host == "act"
+    assert rows["one"].outlet == rows["two"].outlet == "act"
     alone = convert_model(model, "proxgd", targets=["one"], pattern="all", example_inputs=x, inplace=False)
     assert rows["one"].scale == pytest.approx(solver_report(alone, x).blocks[0].scale, rel=1e-6)
     assert rows["one"].scale != pytest.approx(rows["two"].scale, rel=1e-6)

@@ -106,6 +106,6 @@ def test_hyperparameters_of_the_paper(name):
     assert config.schedule.decay_milestones == ([100, 200] if scratch else [100])
     assert config.schedule.decay_rate == 0.1 and config.refresh == "epoch" and config.data.train == "train[:90%]"
     assert config.solver.args["lam"] == 1e-3
-    if config.solver.name == "proxsg":
+    if config.solver.solver == "proxsg":
         assert config.trials == 20 and config.solver.args["eval_mode"] == "stochastic"
         assert config.model.args["drop_rate"] == 0.5

@@ -137,9 +137,8 @@ def test_loss_that_is_not_finite_stops_the_run(tmp_path):
 def test_calibrate_refresh_and_solver_options(tmp_path):
     config = tiny(
         tmp_path / "run",
-        calibrate={"batches": 2},
         refresh=2,
-        solver={"name": "fista", "iters": 2, "args": {"lam": 0.01}},
+        solver={"name": "fista", "iters": 2, "args": {"lam": 0.01}, "calibrate": 2},
     )
     finetune(config)
     model = solver_plugins.load(tmp_path / "run" / "solver" / "model")

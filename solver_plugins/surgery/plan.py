@@ -1,0 +1,150 @@
+"""From a model and a spec to a conversion, as data: nothing is changed."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from solver_plugins.prox import Prior
+from solver_plugins.solvers import Solver
+from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
+from solver_plugins.surgery.match import match
+from solver_plugins.surgery.model_config import refuse_quantized
+from solver_plugins.surgery.parts import Block, DropoutPart, Samples
+from solver_plugins.surgery.record import Record, record
+from solver_plugins.surgery.select import Chosen, Selection, select
+from solver_plugins.surgery.spec import ConversionSpec
+from solver_plugins.surgery.wrappers import refuse_wrapped
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion will do.
+
+    Attributes:
+        spec: What was asked for.
+        blocks: All blocks of the model.
+        selection: Which of them are converted, and why the others are not.
+        conversion: The same as data, for :func:`~solver_plugins.surgery.apply.apply_conversion`.
+        priors: The priors without a registered name, which data cannot hold, by the name of the layer.
+    """
+
+    spec: ConversionSpec
+    blocks: tuple[Block, ...]
+    selection: Selection
+    conversion: Conversion
+    priors: dict[str, Prior]
+
+    def solver_for(self, one: Chosen) -> Solver:
+        """Returns the solver of one block, with that block's rate."""
+        return self.spec.make_solver(one.p)
+
+
+def plan_conversion(model: nn.Module, spec: ConversionSpec, example_inputs: Any = None) -> Plan:
+    """Walks a model and decides what :func:`convert_model` would do.
+
+    Args:
+        model: The model; it is left as it is.
+        spec: What is asked for.
+        example_inputs: A tensor, tuple or mapping for the recorded forward pass.
+
+    Raises:
+        ConversionError: If the model is wrapped, quantised or converted already.
+        TargetError: If a target converts nothing.
+        RecordError: If the forward pass cannot be recorded.
+    """
+    refuse_wrapped(model)
+    refuse_quantized(model)
+    recorded = record(model, example_inputs)
+    blocks = match(recorded, model)
+    selection = _within_reach(select(blocks, spec, model), spec.samples)
+    passed_over, routed = _taken_over(list(selection.chosen), spec.samples)
+    made, priors = [], {}
+    for one in selection.chosen:
+        written = _record(one, spec, one.block.name in routed, _scope(one.block, recorded))
+        made.append(written)
+        if written.prior is None and one.block.prior is not None:
+            priors[written.layer] = one.block.prior
+    # In the order of the modules, as a converted model is written down.
+    places = {name: place for place, (name, _) in enumerate(model.named_modules())}
+    conversion = Conversion(
+        spec=spec if spec.storable else None,
+        blocks=tuple(sorted(made, key=lambda block: places[block.layer])),
+        passed_over=tuple(sorted(passed_over, key=places.__getitem__)),
+        routed=tuple(sorted(set(routed.values()), key=places.__getitem__)),
+    )
+    return Plan(spec, tuple(blocks), selection, conversion, priors)
+
+
+def _record(one: Chosen, spec: ConversionSpec, routed: bool, scope: str | None) -> BlockRecord:
+    block = one.block
+    assert block.prior is not None
+    activation, role = block.activation, _role(block)
+    # A prior with parameters reads its module (PReLU): that of the model which is converted, maybe a copy.
+    reads = block.prior.learnable and activation is not None
+    return record_block(
+        block.name,
+        block.outlet_name,
+        role,
+        spec.make_solver(one.p),
+        block.prior,
+        partner=activation.name if reads and activation is not None else None,
+        norm=block.norm.name if block.norm is not None and role == "activation" else None,
+        scope=scope,
+        routed=routed,
+        blend=spec.blend,
+    )
+
+
+def _scope(block: Block, recorded: Record) -> str | None:
+    """Returns the name of the innermost module that ran layer and outlet, under whatever names; "" is the model."""
+    if block.outlet == "linear":
+        return None
+    names = [name for end in (block.name, block.outlet_name) for name in (end, *recorded.aliases.get(end, ()))]
+    common = block.name.split(".")[:-1]
+    # Lists of modules hold others and are not called themselves.
+    while common and not (
+        recorded.call_counts.get(".".join(common)) and all(name.startswith(".".join(common) + ".") for name in names)
+    ):
+        common.pop()
+    return ".".join(common)
+
+
+def _role(block: Block) -> Role:
+    if block.outlet == "linear":
+        return "layer"
+    if block.outlet == "activation":
+        return "activation"
+    return "norm-activation" if block.norm is not None and block.norm.holds_activation else "norm"
+
+
+def _within_reach(selection: Selection, samples: Samples) -> Selection:
+    """Leaves out blocks that meet their shared dropout only through a view, while other layers still need it."""
+    rejected, chosen = dict(selection.rejected), list(selection.chosen)
+    while True:
+        short = [(one, part) for one, part in _still_needed(chosen, samples) if not part.direct]
+        if not short:
+            return Selection(tuple(chosen), rejected)
+        for one, part in short:
+            rejected[one.block.name] = (
+                f"its dropout {part.name!r} also serves a layer that is not converted, and shape operations stand "
+                "between it and this layer; convert the other one too"
+            )
+            chosen.remove(one)
+
+
+def _still_needed(chosen: list[Chosen], samples: Samples) -> list[tuple[Chosen, DropoutPart]]:
+    """Returns the blocks whose dropout also serves layers that are not converted."""
+    parts = [(one, part) for one in chosen if (part := one.block.dropout_for(samples)) is not None]
+    calls: dict[int, set[int]] = {}
+    for _, part in parts:
+        calls.setdefault(id(part.module), set()).update(part.calls)
+    return [(one, part) for one, part in parts if len(calls[id(part.module)]) < part.sites]
+
+
+def _taken_over(chosen: list[Chosen], samples: Samples) -> tuple[list[str], dict[str, str]]:
+    """Returns the names of the dropouts that chosen blocks replace, and for each block that shares one its dropout."""
+    routed = {one.block.name: part.name for one, part in _still_needed(chosen, samples) if part.name is not None}
+    parts = [one.block.dropout_for(samples) for one in chosen]
+    names = dict.fromkeys(part.name for part in parts if part is not None and part.name is not None)
+    return [name for name in names if name not in routed.values()], routed
