@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import OptionError, ShapeError
-from solver_plugins.prox.base import Step, step_like, widened
+from solver_plugins.prox.prior import Step, step_like, widened
 
 
 def k_support_norm_sq(x: Tensor, k: int) -> Tensor:

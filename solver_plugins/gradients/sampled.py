@@ -23,7 +23,7 @@ from solver_plugins.gradients.sampled_products import Samples, WeightGradient
 from solver_plugins.gradients.sampled_rule import Given, Rule
 from solver_plugins.gradients.unrolled import is_transformed, unflattened
 from solver_plugins.operators import LinearMap, autocast_off
-from solver_plugins.prox.base import Step
+from solver_plugins.prox import Step
 from solver_plugins.solvers import BlockProblem, Draws, ProxSG, Solution, Solver, State
 
 

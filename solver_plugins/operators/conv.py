@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import ShapeError
-from solver_plugins.operators.base import LinearOperator
 from solver_plugins.operators.geometry import Geometry, Padding
+from solver_plugins.operators.operator import LinearOperator
 from solver_plugins.operators.padding import pad, pad_adjoint
 from solver_plugins.operators.precision import check_diagonal, match_dtype, scale_rows
 from solver_plugins.operators.symbol import column_suprema

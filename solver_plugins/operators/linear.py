@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import ShapeError
-from solver_plugins.operators.base import LinearOperator
+from solver_plugins.operators.operator import LinearOperator
 from solver_plugins.operators.precision import check_diagonal, match_dtype, scale_rows, scaled_kernel
 
 

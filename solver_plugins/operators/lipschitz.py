@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError, WeightError, did_you_mean
-from solver_plugins.operators.base import LinearOperator
 from solver_plugins.operators.build import operator_from_kernel
 from solver_plugins.operators.certified import certified_bound
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.krylov import generic_vector, largest_eigenvalue
 from solver_plugins.operators.layers import read_layer
+from solver_plugins.operators.operator import LinearOperator
 from solver_plugins.operators.precision import autocast_off, check_diagonal, scaled_kernel
 
 Method = Literal["certified", "exact", "power"]

@@ -1,7 +1,11 @@
 """Solvers of fixed-point problems, one iteration rule per file, registered."""
 
 from solver_plugins.equilibrium.solvers.anderson import Anderson
-from solver_plugins.equilibrium.solvers.base import (
+from solver_plugins.equilibrium.solvers.fista import Fista
+from solver_plugins.equilibrium.solvers.fixed_point import FixedPoint
+from solver_plugins.equilibrium.solvers.loop import Run, settle, unroll
+from solver_plugins.equilibrium.solvers.sam import Sam
+from solver_plugins.equilibrium.solvers.solver import (
     EQUILIBRIUM_SOLVERS,
     EquilibriumConfig,
     EquilibriumSolver,
@@ -9,10 +13,6 @@ from solver_plugins.equilibrium.solvers.base import (
     list_equilibrium_solvers,
     register_equilibrium_solver,
 )
-from solver_plugins.equilibrium.solvers.fista import Fista
-from solver_plugins.equilibrium.solvers.fixed_point import FixedPoint
-from solver_plugins.equilibrium.solvers.loop import Run, settle, unroll
-from solver_plugins.equilibrium.solvers.sam import Sam
 
 __all__ = [
     "EQUILIBRIUM_SOLVERS",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import FixedPointProblem, rows_of, states_of
-from solver_plugins.equilibrium.solvers.base import (
+from solver_plugins.equilibrium.solvers.solver import (
     EquilibriumConfig,
     EquilibriumSolver,
     State,

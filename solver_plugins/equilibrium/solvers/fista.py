@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem
-from solver_plugins.equilibrium.solvers.base import EquilibriumSolver, State, register_equilibrium_solver
+from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver, State, register_equilibrium_solver
 
 
 @dataclass(frozen=True)

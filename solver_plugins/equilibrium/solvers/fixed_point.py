@@ -5,7 +5,7 @@ from typing import final
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem
-from solver_plugins.equilibrium.solvers.base import EquilibriumSolver, State, register_equilibrium_solver
+from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver, State, register_equilibrium_solver
 
 
 @register_equilibrium_solver

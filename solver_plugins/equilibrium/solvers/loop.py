@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem, FixedPointProblem, Jacobian, rows_of
-from solver_plugins.equilibrium.solvers.base import EquilibriumSolver
+from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver
 
 _OPTIMISM = 10.0
 """An evaluation that may be the last one is recorded; one that turns out not to be costs only memory."""

@@ -6,7 +6,7 @@ import pydantic
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem
-from solver_plugins.equilibrium.solvers.base import (
+from solver_plugins.equilibrium.solvers.solver import (
     EquilibriumConfig,
     EquilibriumSolver,
     State,
