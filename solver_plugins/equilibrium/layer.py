@@ -152,7 +152,7 @@ class OptEqLayer(nn.Module):
         space = tuple(x.shape[-self._geometry.dims :]) if self._geometry.dims else ()
         operator = operator_from_kernel(kernel, self._geometry, (self.state_features, *space))
         offset = self._injected(x.to(dtype), dtype)
-        expected = (operator.out_features, *getattr(operator, "output_size", ()))
+        expected = operator.output_shape
         if tuple(offset.shape[-len(expected) :]) != expected:
             raise ShapeError(
                 f"Expected U x of shape (..., {', '.join(map(str, expected))}), as W z has; found "

@@ -1,4 +1,4 @@
-"""Makes the operator of a layer, or of a kernel with its geometry."""
+"""Makes the operator of a layer, or of a kernel and its geometry."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from solver_plugins.operators.operator import LinearOperator
 
 
 def operator_for(layer: nn.Module, input_shape: Sequence[int], *, diagonal: Tensor | None = None) -> LinearOperator:
-    """Returns the operator that a layer applies to inputs of one shape, without its bias.
+    """Returns the operator that a layer applies to inputs of one shape, without the bias.
 
     Args:
         layer: Any layer that :func:`~solver_plugins.operators.kernel_of` can read.
