@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from solver_plugins.dropblock.errors import ClassifierError
 from solver_plugins.errors import did_you_mean
+from solver_plugins.wrappers import COMPILED, DATA_PARALLEL, DDP, wrapper_of
 
 _NAMES = ("classifier", "score", "fc", "head", "heads", "qa_outputs")
 """What libraries call their last layer, or the module that holds it."""
@@ -23,12 +23,12 @@ def find_classifier(model: nn.Module, given: str | nn.Module | None = None) -> t
     Raises:
         ClassifierError: If there is none, more than one, or it is not linear.
     """
-    while isinstance(model, DistributedDataParallel | DataParallel):
-        model = model.module
-    if hasattr(model, "_orig_mod"):
+    while wrapper_of(model) in (DDP, DATA_PARALLEL):
+        model = model.module  # type: ignore[assignment]
+    if wrapper_of(model) is COMPILED:
         raise ClassifierError(
-            "Expected a model that is not compiled yet: a compiled one may not run new hooks. Pass model._orig_mod and "
-            "compile it afterwards."
+            "Expected a model that is not compiled yet, because a compiled one may not run new hooks: pass "
+            "model._orig_mod, and compile it afterwards."
         )
     for name, module in [_named(model, given)] if given is not None else _candidates(model):
         return _linear_in(name, module, model)

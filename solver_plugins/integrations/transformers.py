@@ -27,6 +27,7 @@ from solver_plugins.integrations.tensors import write_weights
 from solver_plugins.surgery import Conversion
 from solver_plugins.surgery.conversion import note_conversion
 from solver_plugins.surgery.model_config import QUANT_METHOD, remove_from_config
+from solver_plugins.wrappers import HOOKED, wrapper_of
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -72,7 +73,7 @@ class SolverPluginsQuantizer(HfQuantizer):
         conversion = read_conversion(self.quantization_config.to_dict()["conversion"], "the config")
         _remove_marks(model)
         _initialise_mismatched(model, self._shapes)
-        hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+        hooked = any(wrapper_of(module) is HOOKED for module in model.modules())
         if hooked:
             _take_off_hooks(model)
         # Entered again for this very model: names may have changed with the head.
