@@ -1,6 +1,7 @@
 """A classifier whose features are an equilibrium: backbone features -> equilibrium -> classes."""
 
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from torch import Tensor, nn
@@ -9,12 +10,15 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium.activations import allowed_activation
 from solver_plugins.equilibrium.deep import DeepOptEq
 from solver_plugins.equilibrium.layer import OptEqLayer
+from solver_plugins.equilibrium.solvers.solver import RENAMED
 
 _WIDEST = 512
 
 
 class HeadConfig(StrictConfig):
     """Options of an equilibrium head, as plain JSON values."""
+
+    hints: ClassVar[Mapping[str, str]] = RENAMED
 
     hidden: int | None = pydantic.Field(
         None, ge=1, description="Features of the equilibrium; None takes those of the backbone, at most 512."
@@ -27,9 +31,9 @@ class HeadConfig(StrictConfig):
     constraint: Literal["aol", "none"] = pydantic.Field("aol", description="How |W| stays bounded; see OptEqLayer.")
     norm: float = pydantic.Field(0.9, gt=0, le=1, description="Bound on |W|.")
     solver: str = pydantic.Field("anderson", description="Registered equilibrium solver.")
-    iters: int = pydantic.Field(20, ge=1, description="At most so many evaluations; unrolled, exactly so many.")
-    grad: Literal["implicit", "unrolled"] | None = pydantic.Field(
-        None, description="'implicit' (default) or 'unrolled' (the only one of solver='sam')."
+    iters: int = pydantic.Field(20, ge=1, description="Largest number of evaluations; unrolled, the exact number.")
+    gradient: Literal["implicit", "unrolled"] | None = pydantic.Field(
+        None, description="'implicit' (default) or 'unrolled' (the only choice for solver='sam')."
     )
     regularizer: str | dict[str, Any] | None = pydantic.Field(None, description="Feature regulariser, with parameters.")
     lam: float = pydantic.Field(0.1, ge=0, description="Weight of the regulariser.")
@@ -52,7 +56,7 @@ class OptEqHead(nn.Module):
     Attributes:
         equilibrium: The :class:`DeepOptEq`; ``head.equilibrium.solve(x)`` tells how a solve went.
         output: The last, linear layer.
-        replaced: The layer in whose place the head stands, no submodule of it; empty where there is none.
+        replaced: The layer that the head replaces, in a tuple so that it is not a submodule; may be empty.
     """
 
     def __init__(
@@ -64,7 +68,7 @@ class OptEqHead(nn.Module):
         prior = allowed_activation(named.pop("name", ""), **named)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         own: dict[str, Any] = {"activation": prior, "constraint": config.constraint, "norm": config.norm}
-        grad: dict[str, Any] = {} if config.grad is None else {"grad": config.grad}
+        gradient: dict[str, Any] = {} if config.gradient is None else {"gradient": config.gradient}
         self.equilibrium = DeepOptEq(
             [OptEqLayer.linear(hidden, in_features, **own, **made) for _ in range(config.layers)],
             config.alpha,
@@ -73,7 +77,7 @@ class OptEqHead(nn.Module):
             lam=config.lam,
             iters=config.iters,
             tol=config.tol,
-            **grad,
+            **gradient,
             **config.solver_args,
         )
         self.output = nn.Linear(hidden, out_features, **made)

@@ -200,7 +200,7 @@ class OptEqNet(_Classified):
         stride: Of the feature extractor.
         alpha: Step of the layers.
         iters: Iterations; 20 in the paper.
-        grad: "unrolled" (paper) or "implicit".
+        gradient: "unrolled" (paper) or "implicit".
         solver: A registered equilibrium solver; the paper has "sam" and "fixed_point".
         regularizer: A feature regulariser, by name or as ``{"name": ..., ...}``.
         lam: Its weight.
@@ -222,7 +222,7 @@ class OptEqNet(_Classified):
         stride: int = 1,
         alpha: float = 0.8,
         iters: int = 20,
-        grad: str | None = None,
+        gradient: str | None = None,
         solver: str = "anderson",
         regularizer: Any = None,
         lam: float = 0.1,
@@ -238,7 +238,7 @@ class OptEqNet(_Classified):
         self.conv1 = nn.Conv2d(in_chans, extracted, 3, stride, 1, bias=False, **made)
         self.bn1 = nn.BatchNorm2d(extracted, **made)
         layers = [OptEqLayer.conv2d(state, extracted, width, **own, **made) for width in hidden]
-        options = {} if grad is None else {"grad": grad}
+        options = {} if gradient is None else {"gradient": gradient}
         self.equilibrium = DeepOptEq(
             layers, alpha, solver=solver, regularizer=regularizer, lam=lam, iters=iters, **options
         )

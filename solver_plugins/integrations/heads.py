@@ -36,7 +36,7 @@ def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **opti
         model: The model.
         classifier: Name of the layer to replace, where it is not the one that is found.
         **options: Fields of :class:`~solver_plugins.equilibrium.head.HeadConfig`: ``hidden``, ``layers``, ``alpha``,
-            ``iters``, ``grad``, ``regularizer``, ``lam``, and others.
+            ``iters``, ``gradient``, ``regularizer``, ``lam``, and others.
 
     Returns:
         The model.
