@@ -8,7 +8,6 @@ from torch import nn
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError, did_you_mean
 from solver_plugins.proxprop.errors import WrappedModelError
 from solver_plugins.proxprop.rows import Rows
-from solver_plugins.proxprop.unit import rows_of
 from solver_plugins.surgery.errors import TargetError
 from solver_plugins.surgery.kinds import linear_like
 from solver_plugins.surgery.targets import Target, Targets, read_targets
@@ -54,7 +53,7 @@ def choose_layers(model: nn.Module, targets: Targets | None, exclude: Targets | 
             skipped[names[0]] = f"{bare[id(layer)]} reads its weight without calling it"
         else:
             try:
-                rows = rows_of(layer)
+                rows = Rows.of(layer)
             except SolverPluginsError as error:
                 if wanted is not None:
                     raise UnsupportedLayerError(f"{names[0]} cannot be preconditioned: {error}") from error
