@@ -40,7 +40,7 @@ class Adjoint:
 
     Attributes:
         config: Options of the forward solver.
-        report: Is told how it went.
+        report: Receives the residual and the number of products.
         label: The name of the module, for warnings.
     """
 

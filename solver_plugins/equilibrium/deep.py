@@ -83,7 +83,7 @@ class DeepOptEq(nn.Module):
             raise OptionError(
                 f"Expected one OptEqLayer or more; found {[type(layer).__name__ for layer in self.layers]}."
             )
-        states = [(layer.state_features, layer._geometry.dims) for layer in self._units()]
+        states = [(layer.state_features, layer._geometry.dims) for layer in self._layers()]
         if len(set(states)) > 1:
             raise ShapeError(f"Expected layers with one state; found states of {', '.join(str(n) for n, _ in states)}.")
         if not 0 < alpha <= 1:
@@ -111,7 +111,7 @@ class DeepOptEq(nn.Module):
 
     def solve(self, x: Tensor) -> Equilibrium:
         """Returns the equilibrium and how it was found; arguments and errors as in :meth:`forward`."""
-        first = self._units()[0]
+        first = self._layers()[0]
         rank = first._geometry.dims + 1
         self._check_input(x, rank)
         batch = x.shape[: x.ndim - rank]
@@ -142,32 +142,32 @@ class DeepOptEq(nn.Module):
         # A regulariser of the batch only acts in training, because a prediction must not depend on its neighbours.
         if self.regularizer is not None and (self.training or not self.regularizer.of_batch):
             regularization = Regularization(self.regularizer, self.lam)
-        units = tuple(layer.unit(x) for layer in self._units())
+        units = tuple(layer.unit(x) for layer in self._layers())
         if self.solver.chooses:
             return EquilibriumProblem(units, self.alpha, chosen=regularization)
         return EquilibriumProblem(units, self.alpha, appended=regularization)
 
     def certified_norms(self) -> dict[str, Tensor]:
         """Returns a certified upper bound on ``|W|`` of every layer, by name."""
-        return {f"layers.{index}": layer.certified_norm() for index, layer in enumerate(self._units())}
+        return {f"layers.{index}": layer.certified_norm() for index, layer in enumerate(self._layers())}
 
     def project(self) -> dict[str, Tensor]:
         """Scales every ``W`` to a certified norm within its bound; returns the norms that they had, by name."""
-        return {f"layers.{index}": layer.project() for index, layer in enumerate(self._units())}
+        return {f"layers.{index}": layer.project() for index, layer in enumerate(self._layers())}
 
     def extra_repr(self) -> str:
         """Returns what the submodules do not show."""
         regularizer = "" if self.regularizer is None else f", regularizer={self.regularizer!r}, lam={self.lam:g}"
         return f"alpha={self.alpha:g}, solver={self.solver!r}{regularizer}"
 
-    def _units(self) -> list[OptEqLayer]:
+    def _layers(self) -> list[OptEqLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
     def _check_input(self, x: Tensor, rank: int) -> None:
         if x.ndim < rank:
             kind = "(..., features)" if rank == 1 else "(..., channels, height, width)"
             raise ShapeError(f"Expected an input of shape {kind}; found {tuple(x.shape)}.")
-        weight = self._units()[0].W.weight
+        weight = self._layers()[0].W.weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise InputError(f"Expected an input of {weight.dtype}, as the weights are; found {x.dtype}.")
 
@@ -202,7 +202,7 @@ class DeepOptEq(nn.Module):
         """Whether the solve uses feature maps with channels last; see :meth:`EquilibriumProblem.prepared`."""
         if x.ndim != 4 or x.device.type != "cpu" or torch.compiler.is_compiling() or self.regularizer is not None:
             return False
-        priors = (layer.prior for layer in self._units())
+        priors = (layer.prior for layer in self._layers())
         config: Any = self.solver.config
         return config.gradient == "implicit" and not any(prior.learnable or prior.opaque for prior in priors)
 
@@ -238,7 +238,7 @@ class DeepOptEq(nn.Module):
         return not expects_convergence
 
     def _cause(self, problem: EquilibriumProblem) -> str:
-        for index, (layer, unit) in enumerate(zip(self._units(), problem.units, strict=True)):
+        for index, (layer, unit) in enumerate(zip(self._layers(), problem.units, strict=True)):
             for name, parameter in layer.named_parameters():
                 if not torch.isfinite(parameter).all():
                     return f"layers.{index}.{name} holds numbers that are not finite. "
@@ -248,7 +248,7 @@ class DeepOptEq(nn.Module):
 
     def _large_norms(self) -> str:
         found = []
-        for index, layer in enumerate(self._units()):
+        for index, layer in enumerate(self._layers()):
             kernel = layer.kernel().detach()
             if torch.isfinite(kernel).all():
                 norm = float(lipschitz_from_kernel(kernel, layer._geometry, method="power").sqrt())

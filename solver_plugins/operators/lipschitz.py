@@ -11,7 +11,7 @@ Lemma 2 on the input's own grid is exact for circular padding only. For zero pad
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -136,11 +136,7 @@ def _double(kernel: Tensor, diagonal: Tensor | None) -> Tensor:
 
 
 def _real_operator(
-    kernel: Tensor,
-    geometry: Geometry,
-    input_size: Sequence[int] | None,
-    diagonal: Tensor | None,
-    dtype: torch.dtype,
+    kernel: Tensor, geometry: Geometry, input_size: Sequence[int] | None, diagonal: Tensor | None, dtype: torch.dtype
 ) -> LinearOperator:
     kernel = _double(kernel, diagonal) if dtype == torch.float64 else scaled_kernel(kernel, diagonal, dtype)
     if input_size is None:
@@ -154,15 +150,15 @@ def _real_operator(
 
 def _exact(operator: LinearOperator) -> Tensor:
     """Returns the largest eigenvalue of the smaller of ``A A^T`` and ``A^T A``, in float64."""
-    made = {"device": operator.weight.device, "dtype": operator.weight.dtype}
-    shape, first, second = operator.output_shape, operator.adjoint, operator.apply
-    if math.prod(operator.input_shape) < math.prod(shape):
-        shape, first, second = operator.input_shape, operator.apply, operator.adjoint
+    device, dtype = operator.weight.device, operator.weight.dtype
+    shape = min(operator.output_shape, operator.input_shape, key=math.prod)
+    maps: tuple[Callable[[Tensor], Tensor], ...] = (operator.adjoint, operator.apply)
+    first, second = maps if shape == operator.output_shape else maps[::-1]
     side = math.prod(shape)
     if side <= _DENSE_SIDE:
-        factor = first(torch.eye(side, **made).reshape(-1, *shape)).flatten(1)
+        factor = first(torch.eye(side, device=device, dtype=dtype).reshape(-1, *shape)).flatten(1)
         return torch.linalg.eigvalsh(factor @ factor.T)[-1].clamp_min(0)
-    return largest_eigenvalue(lambda v: second(first(v)), generic_vector(side, **made).reshape(shape))
+    return largest_eigenvalue(lambda v: second(first(v)), generic_vector(side, device, dtype).reshape(shape))
 
 
 def _power(operator: LinearOperator, tolerance: float) -> Tensor:

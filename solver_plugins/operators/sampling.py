@@ -92,12 +92,7 @@ def tau_nice_masks(
 
 
 def tau_nice_indices(
-    count: int,
-    n: int,
-    tau: int,
-    *,
-    device: torch.device | str | None = None,
-    generator: torch.Generator | None = None,
+    count: int, n: int, tau: int, *, device: torch.device | str | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
     """Draws ``count`` tau-nice sets as indices, shape ``(count, tau)``: those of :func:`tau_nice_mask`."""
     _check_count(n, tau)

@@ -17,7 +17,7 @@ _GAP_STEPS = 6
 
 @dataclass(frozen=True)
 class _Weighted(Prior):
-    """A prior with a positive weight ``gamma``."""
+    """A prior with a positive weight ``gamma``, its first parameter."""
 
     gamma: float = 1.0
 
@@ -65,11 +65,7 @@ class SquaredHinge(_Weighted):
 @final
 @dataclass(frozen=True)
 class SoftplusBarrier(_Weighted):
-    """Log barrier g(x) = -gamma log(x) (Prop. 4): resembles softplus.
-
-    Args:
-        gamma: The weight, positive.
-    """
+    """Log barrier g(x) = -gamma log(x) (Prop. 4): resembles softplus."""
 
     name = "softplus_barrier"
     zero_argument = None
@@ -96,11 +92,7 @@ class SoftplusBarrier(_Weighted):
 @final
 @dataclass(frozen=True)
 class TanhBarrier(_Weighted):
-    """Log barrier g(x) = -gamma log(1 - x^2) (Prop. 5): resembles tanh (gamma = 0.1 in Figure 2).
-
-    Args:
-        gamma: The weight, positive.
-    """
+    """Log barrier g(x) = -gamma log(1 - x^2) (Prop. 5): resembles tanh (gamma = 0.1 in Figure 2)."""
 
     name = "tanh_barrier"
     bounded = True
@@ -131,9 +123,6 @@ class SigmoidBarrier(_Weighted):
     """Log barrier g(x) = -gamma log(x) - gamma log(1 - x) (end of appendix C): resembles a sigmoid centred at 1/2.
 
     With ``y = 2x - 1`` it is the tanh barrier at ``2a - 1`` with four times the weight.
-
-    Args:
-        gamma: The weight, positive.
     """
 
     name = "sigmoid_barrier"

@@ -27,7 +27,7 @@ class LayerCall:
 
     Attributes:
         x: The input; None once it is part of a Gram matrix, or forgotten.
-        d: The gradient of the output, likewise.
+        d: The gradient of the output; None in the same cases.
         rows: The number of rows of the input.
         epoch: The tally's epoch when the call was counted.
         version: The input's version then.
@@ -84,7 +84,7 @@ class Tally:
         gram: The Gram matrix of all calls, once they have more rows than columns; the inputs are then dropped.
         rows: The number of rows of all calls.
         calls: The number of calls.
-        task: The last backward pass in which the layer was heard.
+        task: The last backward pass that reached the layer.
         epoch: How often the tally was cleared.
         overwritten: Whether an input was changed in place before it became part of the Gram matrix.
         left: The gradient and its version, as the last backward pass left them.
@@ -252,7 +252,7 @@ class CaptureState:
     Attributes:
         active: False once detached: hooks that a compiled model still holds do nothing.
         skip_last: Whether to find the last layer.
-        fresh: Whether a forward pass has run since the last gradient was heard.
+        fresh: Whether a forward pass has run since the last gradient arrived.
         last: Names of the layers whose gradients came first in a backward pass: the last ones before the loss.
         tallies: The tallies of all layers.
         task: The running backward pass, including those that it runs inside (reentrant checkpointing).

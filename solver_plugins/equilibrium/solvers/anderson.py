@@ -14,6 +14,7 @@ from solver_plugins.equilibrium.solvers.solver import (
     EquilibriumState,
     register_equilibrium_solver,
 )
+from solver_plugins.operators import is_eager
 
 
 class EquilibriumAndersonConfig(EquilibriumConfig):
@@ -88,7 +89,7 @@ class EquilibriumAnderson(EquilibriumSolver):
         relaxation = _relaxation(state, f)
         z = torch.addcmul(z, rest, relaxation - 1)
         better = size < state.best_size
-        if _can_look(g) and bool(better.all()):
+        if is_eager(g.device) and bool(better.all()):
             best, best_size = g, size
         else:
             best = torch.where(better, g, state.best)
@@ -164,8 +165,3 @@ def _dots(rows: Tensor, vector: Tensor) -> Tensor:
     """Returns the products of each sample's rows ``[batch, rows, n]`` with its vector ``[batch, n]``."""
     # Batched products of a matrix and a vector are five times slower on a CPU.
     return (rows * vector.unsqueeze(1)).sum(2)
-
-
-def _can_look(tensor: Tensor) -> bool:
-    """Whether a branch on values costs nothing: on the CPU, outside a compiled graph."""
-    return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
