@@ -46,25 +46,8 @@ class AtClassifier:
 class ClassifierDropout(AtClassifier):
     """Drops inputs of a model's last layer in training: the sampled twin of ``StructuredDropoutRegularizer``.
 
-    ``remove()`` takes it off the model, and so does the end of a ``with`` block.
-
-    Args:
-        model: The classifier; see :func:`find_classifier` for how its last layer is found.
-        scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler.
-        theta: The retain probability of a named scheme.
-        block_size: The block size of a named scheme.
-        classifier: The last layer or its name, if it is not found automatically.
-
-    Attributes:
-        name: The name of the last layer.
-        classifier: The last layer.
-        scheme: The scheme.
-
-    Raises:
-        ClassifierError: If the last layer is not found.
-        BlockSizeError: If blocks of a grid do not divide its width.
-        UnknownNameError: If the scheme is unknown.
-        OptionError: If another option is out of range.
+    ``remove()`` takes it off the model, and so does the end of a ``with`` block. Arguments, attributes and errors are
+    those of :class:`StructuredDropoutRegularizer`.
     """
 
     def __init__(

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,12 +56,6 @@ class StructuredShell(Shell):
 _OWN = ("structured_scheme", "structured_dims", "structured_coupled")
 
 
-@dataclass(frozen=True)
-class _Plan:
-    chosen: tuple[tuple[Site, Scheme], ...]
-    report: DropoutReport
-
-
 def convert_dropout(
     model: nn.Module,
     scheme: str | Scheme = "dropblock",
@@ -110,9 +103,9 @@ def convert_dropout(
         TargetError: If a target converts nothing.
         RecordError: If the forward pass cannot be recorded.
     """
-    plan = _plan(model, scheme, block_size, theta, targets, exclude, dims, couple_channels, example_inputs)
-    if not plan.chosen:
-        reasons = "".join(f"\n  - {row.name}: {row.reason}" for row in plan.report.rows)
+    chosen, report = _plan(model, scheme, block_size, theta, targets, exclude, dims, example_inputs)
+    if not chosen:
+        reasons = "".join(f"\n  - {row.name}: {row.reason}" for row in report.rows)
         raise ConversionError(
             f"No dropout of this {type(model).__name__} can be converted"
             + (f":{reasons}" if reasons else "; it has none. Many models take their rate when they are made.")
@@ -120,7 +113,7 @@ def convert_dropout(
     if not inplace:
         model = copy.deepcopy(model)
     modules = dict(model.named_modules())
-    for site, made in plan.chosen:
+    for site, made in chosen:
         module = modules[site.name]
         coupled = site.coupled if couple_channels is None else couple_channels
         module.__dict__.update(zip(_OWN, (made, dims or site.dims or 1, coupled), strict=True))
@@ -144,7 +137,7 @@ def inspect_dropout(
 
     Arguments and errors are the same, except that it reports a model in which nothing would be converted.
     """
-    return _plan(model, scheme, block_size, theta, targets, exclude, dims, couple_channels, example_inputs).report
+    return _plan(model, scheme, block_size, theta, targets, exclude, dims, example_inputs)[1]
 
 
 def revert_dropout(model: nn.Module) -> nn.Module:
@@ -171,9 +164,8 @@ def _plan(
     targets: Targets | None,
     exclude: Targets | None,
     dims: int | None,
-    couple_channels: bool | None,
     example_inputs: Any,
-) -> _Plan:
+) -> tuple[list[tuple[Site, Scheme]], DropoutReport]:
     refuse_wrapped(model)
     for name, module in model.named_modules():
         if isinstance(module, StructuredShell):
@@ -189,10 +181,7 @@ def _plan(
     unwanted = None if exclude is None else read_targets(exclude, "exclude")
     chosen: list[tuple[Site, Scheme]] = []
     rows: list[DropoutRow] = []
-    silent = (
-        [] if wanted is None else [module for name, module in model.named_modules() if _silent(wanted, name, module)]
-    )
-    with _audible(silent):
+    with _audible([module for name, module in model.named_modules() if _silent(wanted, name, module)]):
         recorded = record(model, example_inputs)
     sites = find_sites(model, recorded)
     for site in sites:
@@ -210,12 +199,14 @@ def _plan(
     _check_targets(wanted, "targets", [site for site, _ in chosen], sites, rows)
     _check_targets(unwanted, "exclude", sites, sites, rows)
     label = scheme if isinstance(scheme, str) else repr(scheme)
-    return _Plan(tuple(chosen), DropoutReport(type(model).__name__, label, tuple(rows)))
+    return chosen, DropoutReport(type(model).__name__, label, tuple(rows))
 
 
-def _silent(wanted: TargetList, name: str, module: nn.Module) -> bool:
+def _silent(wanted: TargetList | None, name: str, module: nn.Module) -> bool:
     """Whether a module is a wanted dropout with rate zero, whose call would leave no trace in a recorded pass."""
-    return isinstance(module, nn.Dropout) and module.p == 0 and any(t.matches(name, module) for t in wanted.targets)
+    if wanted is None or not isinstance(module, nn.Dropout) or module.p != 0:
+        return False
+    return any(target.matches(name, module) for target in wanted.targets)
 
 
 @contextlib.contextmanager

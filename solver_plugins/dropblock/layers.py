@@ -199,13 +199,7 @@ class DropBlock2d(_DropBlock):
 class DropConnectLinear(nn.Linear):
     """A linear layer that drops single weights in training; see :func:`drop_connect_linear`.
 
-    Args:
-        in_features: The number of inputs.
-        out_features: The number of outputs.
-        bias: Whether there is a bias.
-        theta: The probability that a weight is kept.
-        device: The device of the Parameters.
-        dtype: The dtype of the Parameters.
+    ``theta`` is the probability that a weight is kept; the other arguments are those of ``nn.Linear``.
     """
 
     def __init__(

@@ -65,14 +65,8 @@ class Geometry:
     ) -> "Geometry":
         """Normalises the arguments of ``torch.nn.Conv*d``.
 
-        Args:
-            kernel_size: Taps per dimension; a single number needs ``dims`` (by default one dimension).
-            stride: As in torch.
-            padding: A number, one per dimension, "valid", or "same": ``d (k - 1)`` in total, the smaller half left.
-            dilation: As in torch.
-            groups: As in torch.
-            padding_mode: As in torch.
-            dims: The number of spatial dimensions; by default the length of ``kernel_size``.
+        Padding "same" is ``d (k - 1)`` in total, with the smaller half on the left. ``dims`` is the number of spatial
+        dimensions; by default the length of ``kernel_size``, and one if that is a single number.
 
         Raises:
             OptionError: If lengths do not agree, a value is out of range, or a word is unknown.

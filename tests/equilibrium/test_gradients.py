@@ -98,7 +98,9 @@ def test_second_derivatives_are_right_or_refused():
 
 @pytest.mark.parametrize("solver", ["anderson", "fista", "fixed_point", "sam"])
 def test_unrolled_gradients_are_those_of_the_iterations(solver):
-    model = network(1, activation="tanh", solver=solver, gradient="unrolled", iters=6, regularizer="half_squared", lam=0.2)
+    model = network(
+        1, activation="tanh", solver=solver, gradient="unrolled", iters=6, regularizer="half_squared", lam=0.2
+    )
     assert torch.autograd.gradcheck(model, (inputs(2, 5).requires_grad_(),), atol=1e-6)
 
 
@@ -145,7 +147,9 @@ def test_half_precision(gradient):
 def saved_bytes(gradient, iters):
     """What autograd keeps between forward and backward."""
     kept = {}
-    model = network(2, state=40, hidden=40, gradient=gradient, iters=iters, solver="fixed_point", tol=0.0, implicit_tol=1.0)
+    model = network(
+        2, state=40, hidden=40, gradient=gradient, iters=iters, solver="fixed_point", tol=0.0, implicit_tol=1.0
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t) is None or t, lambda t: t):
         model(inputs(8, 5))
     return sum(tensor.nbytes for tensor in kept.values())
