@@ -1,7 +1,7 @@
 """Strict, frozen configuration models that read and write JSON and YAML.
 
-An unknown option raises and names the nearest valid one; a value of a wrong type raises, too, even one that could be
-converted: ``"10"`` is not 10 and ``True`` is not 1. An integer may stand for a float, and a list for a tuple.
+An unknown option raises an error that names the nearest valid one. A value of the wrong type also raises, even if it
+could be converted: ``"10"`` is not 10 and ``True`` is not 1. An integer may stand for a float, and a list for a tuple.
 """
 
 import json
@@ -45,10 +45,10 @@ class InvalidOptionsError(OptionError):
 class StrictConfig(pydantic.BaseModel):
     """Base of all configuration models: frozen, no unknown fields, errors as :class:`OptionError`.
 
-    ``MyConfig(**options)`` raises pydantic's own error; :meth:`parse` raises ours, which names near options.
+    ``MyConfig(**options)`` raises pydantic's own error; :meth:`parse` raises ours, which names similar options.
 
     Attributes:
-        hints: What to say about an option that this model does not have, but that a user may expect.
+        hints: Messages about options that this model does not have, but that a user may expect.
     """
 
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -58,7 +58,7 @@ class StrictConfig(pydantic.BaseModel):
     @pydantic.field_validator("*", mode="wrap")
     @classmethod
     def _refuse_coercion(cls, value: Any, validate: pydantic.ValidatorFunctionWrapHandler) -> Any:
-        # Not pydantic's strict mode: that refuses the lists and mappings that JSON has for tuples and nested models.
+        # Not pydantic's strict mode, which refuses the lists and mappings that JSON uses for tuples and nested models.
         result = validate(value)
         expected = _coerced_to(value, result)
         if expected is not None:
@@ -75,7 +75,7 @@ class StrictConfig(pydantic.BaseModel):
             context: What validators find as ``info.context``.
 
         Raises:
-            OptionError: For an unknown option or a value that does not fit, saying what was expected and found.
+            OptionError: For an unknown option, or a value that does not fit; it says what was expected and found.
         """
         owner = owner or cls.__name__
         if not isinstance(options, Mapping):
@@ -104,7 +104,7 @@ class StrictConfig(pydantic.BaseModel):
 
     @classmethod
     def from_yaml(cls, text: str, *, owner: str | None = None) -> Self:
-        """Reads the config from YAML text (safe loader: no code is ever run); raises like :meth:`parse`."""
+        """Reads the config from YAML text with the safe loader, which runs no code; raises like :meth:`parse`."""
         return cls._read("YAML", load_yaml, text, owner)
 
     @classmethod
@@ -127,15 +127,15 @@ class StrictConfig(pydantic.BaseModel):
     def _read(cls, form: str, load: Callable[[str], Any], text: str, owner: str | None) -> Self:
         try:
             options = load(text)
-        # YAML's constructors let some ValueErrors through, for a date that does not exist, say.
+        # YAML's constructors let some ValueErrors through, such as that of a date that does not exist.
         except (ValueError, yaml.YAMLError, RecursionError) as error:
             raise OptionError(f"{owner or cls.__name__}: not valid {form} ({error}).") from None
         return cls.parse(options, owner=owner)
 
 
 def _coerced_to(value: Any, result: Any) -> str | None:
-    """Says what type was expected if validation converted ``value``, in the whole or in an element; else None."""
-    # By exact type: an enumeration that derives from str or int may be given by its value.
+    """Returns the expected type if validation converted ``value`` or one of its elements; otherwise None."""
+    # By exact type, because an enumeration that derives from str or int may be given by its value.
     if type(result) is bool:
         return None if isinstance(value, bool) else "True or False"
     if type(result) is int:
@@ -148,7 +148,7 @@ def _coerced_to(value: Any, result: Any) -> str | None:
     if isinstance(result, (list, tuple)) and isinstance(value, (list, tuple)):
         pairs = zip(value, result, strict=False)
     elif isinstance(result, dict) and isinstance(value, Mapping):
-        # Values only: JSON turns every key into a string.
+        # Only the values, because JSON turns every key into a string.
         pairs = zip(value.values(), result.values(), strict=False)
     return next((f"{kind} in each place" for pair in pairs if (kind := _coerced_to(*pair)) is not None), None)
 
@@ -215,10 +215,7 @@ class _Place(typing.NamedTuple):
 
 
 def _locate(model: type[pydantic.BaseModel], item: Any) -> _Place:
-    """Follows the location of a pydantic error.
-
-    It also holds the branches of unions ("float"), which are no part of a name that a user could type.
-    """
+    """Returns the place of a pydantic error, without the branches of unions ("float"), which no user types."""
     path: list[str] = []
     models, description = [model], None
     for part in item["loc"]:
@@ -233,14 +230,14 @@ def _locate(model: type[pydantic.BaseModel], item: Any) -> _Place:
 
 
 def models_in(annotation: Any) -> list[type[pydantic.BaseModel]]:
-    """Returns the models that an annotation mentions, inside of containers and unions too."""
+    """Returns the models that an annotation mentions, including those inside containers and unions."""
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in models_in(part)]
 
 
 def load_json(text: str) -> Any:
-    """Reads JSON; a key given twice and NaN are errors."""
+    """Reads JSON; a duplicate key is an error, and so is NaN."""
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
 
 
@@ -253,21 +250,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> typing.NoReturn:
-    raise ValueError(f"{name} is no JSON value")
+    raise ValueError(f"{name} is not a JSON value")
 
 
 def load_yaml(text: str) -> Any:
-    """Reads YAML with the safe loader; a key given twice is an error, and ``1e-3`` a number."""
+    """Reads YAML with the safe loader; a duplicate key is an error, and ``1e-3`` is a number."""
     options = yaml.load(text, Loader=_Loader)
-    # An empty file takes every default; an empty list or a lone zero is a mistake.
+    # An empty file means all defaults; an empty list or a lone zero is a mistake.
     return {} if options is None else options
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader that refuses a key given twice and reads ``1e-3`` as a number."""
+    """The safe loader, except that it refuses duplicate keys and reads ``1e-3`` as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        # Looked at before "<<" is merged in: what a merge brings may be overridden.
+        # Checked before "<<" is merged in, because keys from a merge may be overridden.
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if keys.count(key) > 1:
@@ -276,10 +273,10 @@ class _Loader(yaml.SafeLoader):
 
 
 class YamlDumper(yaml.SafeDumper):
-    """The safe dumper that quotes a string which :class:`_Loader` would read as a number."""
+    """The safe dumper, except that it quotes strings which :class:`_Loader` would read as numbers."""
 
 
-# YAML 1.1, which PyYAML follows, wants a dot in every number with an exponent and reads 1e-3 as a string.
+# PyYAML follows YAML 1.1, which requires a dot in every number with an exponent and reads 1e-3 as a string.
 _EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$|[-+]?\.[0-9]+[eE][-+]?[0-9]+$")
 for _class in (_Loader, YamlDumper):
     _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))

@@ -1,6 +1,6 @@
-"""Every error and warning that the package raises on purpose.
+"""The errors and warnings of the package; rooms add their own in their ``errors.py``.
 
-Each one derives from :class:`SolverPluginsError` *and* from the built-in exception that a caller would expect, so that
+Each error derives from :class:`SolverPluginsError` *and* from the built-in exception that a caller would expect, so
 both ``except SolverPluginsError`` and ``except ValueError`` work. Messages say what was expected, what was found and
 what to do.
 """
@@ -25,11 +25,11 @@ class DuplicateNameError(SolverPluginsError, ValueError):
 
 
 class RegistrationError(SolverPluginsError, TypeError):
-    """An object lacks what a registry needs of its kind."""
+    """An object lacks what its registry requires."""
 
 
 class OptionError(SolverPluginsError, ValueError):
-    """An option is unknown, out of range, or does not go with another one."""
+    """An option is unknown, out of range, or incompatible with another one."""
 
 
 class ShapeError(SolverPluginsError, ValueError):
@@ -37,27 +37,27 @@ class ShapeError(SolverPluginsError, ValueError):
 
 
 class InputError(SolverPluginsError, TypeError):
-    """An input of another dtype than the layer's weights."""
+    """An input has another dtype than the layer's weights."""
 
 
 class WeightError(SolverPluginsError, ValueError):
-    """Weights that no step size can be computed for: not floating point, or not finite."""
+    """No step size can be computed from the weights: they are not floating point, or not finite."""
 
 
 class UnsupportedLayerError(SolverPluginsError, TypeError):
-    """A layer that the package cannot read as a linear operator."""
+    """The package cannot read a layer as a linear operator."""
 
 
 class NotProximalError(SolverPluginsError, ValueError):
-    """An activation that is not the proximal map of any function."""
+    """An activation is not the proximal map of any function."""
 
 
 class NoMinimizerError(SolverPluginsError, ValueError):
-    """A problem without a minimiser was asked to be solved to convergence."""
+    """A solve to convergence was requested for a problem without a minimiser."""
 
 
 class DoubleBackwardError(SolverPluginsError, RuntimeError):
-    """A second derivative was asked of a gradient that only has a first one."""
+    """A second derivative was requested from a gradient that only has a first one."""
 
 
 class SolverPluginsWarning(UserWarning):
@@ -65,7 +65,7 @@ class SolverPluginsWarning(UserWarning):
 
 
 class NoMinimizerWarning(SolverPluginsWarning):
-    """The block problem may have no minimiser, so iterates can grow without bound."""
+    """The block problem may have no minimiser, so its iterates can grow without bound."""
 
 
 class NotConvergedWarning(SolverPluginsWarning):
@@ -79,7 +79,7 @@ class PluginWarning(SolverPluginsWarning):
 def did_you_mean(found: str, options: Iterable[str]) -> str:
     """Returns ``" Did you mean 'a' or 'b'? Options: ..."`` for an error message about an unknown name."""
     options = sorted(options)
-    # Case is not compared: "FISTA" shares no letter with "fista".
+    # Compared without case: "FISTA" shares no letter with "fista".
     folded = [name.casefold() for name in options]
     near = dict.fromkeys(difflib.get_close_matches(found.casefold(), folded, n=3, cutoff=0.5))
     names = [name for match in near for name, fold in zip(options, folded, strict=True) if fold == match]
@@ -88,7 +88,7 @@ def did_you_mean(found: str, options: Iterable[str]) -> str:
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warns at the line of the caller's own code: the first frame outside of this package and of torch."""
+    """Warns at the line of the caller's own code: the first frame outside this package and torch."""
     level = 1
     frame: types.FrameType | None = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("solver_plugins", "torch"):

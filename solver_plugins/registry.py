@@ -5,8 +5,8 @@ A third-party distribution adds a solver by an entry point of the group ``solver
     [project.entry-points."solver_plugins.solvers"]
     my_solver = "my_package.my_module:MySolver"
 
-Entry points are loaded at the first look-up, so that ``import solver_plugins`` stays cheap and a broken plugin cannot
-break it. One that cannot be loaded is warned of once, and named again when its solver is asked for.
+Entry points are loaded at the first look-up, so ``import solver_plugins`` stays cheap and a broken plugin cannot break
+it. A plugin that cannot be loaded causes one warning, and the error for its missing name repeats the reason.
 """
 
 import fnmatch
@@ -15,12 +15,13 @@ import importlib.metadata
 import inspect
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from solver_plugins.errors import (
     DuplicateNameError,
+    OptionError,
     PluginWarning,
     RegistrationError,
     UnknownNameError,
@@ -33,7 +34,7 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """What a registry knows of one name.
+    """What a registry knows about one name.
 
     Attributes:
         name: The registered name.
@@ -51,7 +52,7 @@ class Entry(Generic[T]):
 
 
 class Registry(Generic[T]):
-    """Names mapped to objects of one kind; a duplicate raises, a miss lists near names.
+    """Maps names to objects of one kind; a duplicate raises, and a miss lists similar names.
 
     Args:
         kind: What is registered, as a noun for messages ("solver").
@@ -75,7 +76,7 @@ class Registry(Generic[T]):
     def register(self, name: str, target: T, *, description: str | None = None, tags: Iterable[str] = ()) -> T:
         """Adds ``target`` under ``name``.
 
-        Registering the very same object again does nothing, so that a module may be reached twice.
+        Registering the same object again does nothing, so a module may be imported twice.
 
         Args:
             name: The name.
@@ -88,12 +89,12 @@ class Registry(Generic[T]):
 
         Raises:
             DuplicateNameError: If the name belongs to another object.
-            RegistrationError: If the name or the tags are not what they have to be, or the object is not of this kind.
+            RegistrationError: If the name is not a string, the tags are a string, or the object is of another kind.
         """
         if self._check is not None:
             self._check(name, target)
         if not isinstance(name, str) or not name:
-            raise RegistrationError(f"The name of a {self.kind} has to be a string that is not empty; found {name!r}.")
+            raise RegistrationError(f"The name of a {self.kind} has to be a string, and not empty; found {name!r}.")
         # A string is an iterable of strings: its letters would become tags.
         if isinstance(tags, str):
             raise RegistrationError(f"{self.kind} {name!r}: tags have to be a list of strings; found {tags!r}.")
@@ -103,26 +104,26 @@ class Registry(Generic[T]):
                 return target
             raise DuplicateNameError(
                 f"{self.kind} {name!r} is registered already, by {known.source}; "
-                f"give the new one, from {_source_of(target)}, another name."
+                f"give the new one from {_source_of(target)} another name."
             )
         if description is None:
-            # Not inspect.getdoc: a class without a docstring would be described by its base class.
+            # Not inspect.getdoc, which describes a class without a docstring by its base class.
             description = inspect.cleandoc(target.__doc__ or "").partition("\n")[0]
         self._entries[name] = Entry(name, target, description, frozenset(tags), _source_of(target))
         return target
 
     def register_class(self, target: C) -> C:
-        """Adds a class under its attribute ``name``, with its ``tags``, for class decorators; raises as `register`."""
+        """Adds a class under its ``name`` with its ``tags``; a class decorator that raises like :meth:`register`."""
         found: Any = target
-        # Given a default, so that a class without a name meets the check, which says everything that is missing.
+        # The default lets a class without a name reach the check, which lists everything that is missing.
         self.register(getattr(found, "name", ""), found, tags=getattr(found, "tags", ()))
         return target
 
     def names(self, filter: str | Iterable[str] | None = None) -> list[str]:
-        """Lists names in order, all of them or those that match.
+        """Returns the names in alphabetical order, all of them or those that match.
 
         Args:
-            filter: A glob on the name ("*gd"), a tag ("deterministic"), or several of either: a name is listed if any
+            filter: A glob on the name ("*gd"), a tag ("deterministic"), or several of these: a name is listed if any
                 of them fits. As in timm, a pattern that fits nothing gives an empty list.
         """
         self._discover()
@@ -136,10 +137,10 @@ class Registry(Generic[T]):
         )
 
     def info(self, name: str) -> Entry[T]:
-        """Returns what is known of ``name``.
+        """Returns the entry of ``name``.
 
         Raises:
-            UnknownNameError: If there is no such name; the message lists near ones and all options.
+            UnknownNameError: If there is no such name; the message lists similar names and all options.
         """
         self._discover()
         entry = self._entries.get(name) if isinstance(name, str) else None
@@ -153,6 +154,26 @@ class Registry(Generic[T]):
         """Returns the object registered under ``name``; raises like :meth:`info`."""
         return self.info(name).target
 
+    def make(self, name: str, parameters: Mapping[str, Any]) -> Any:
+        """Builds an instance of the class registered under ``name``.
+
+        Raises:
+            UnknownNameError: If there is no such name.
+            OptionError: If a parameter is unknown or a required one is missing; the message lists the valid ones.
+        """
+        made: Any = self.get(name)
+        # A class without fields inherits object.__init__, whose signature claims to take anything.
+        own = made.__init__ is not object.__init__
+        valid = dict(inspect.signature(made).parameters) if own else {}
+        label = f"{self.kind.capitalize()} {name!r}"
+        for parameter in parameters:
+            if parameter not in valid:
+                raise OptionError(f"{label} has no parameter {parameter!r}.{did_you_mean(parameter, valid)}")
+        missing = [key for key, value in valid.items() if value.default is value.empty and key not in parameters]
+        if missing:
+            raise OptionError(f"{label} needs {', '.join(missing)}; parameters: {', '.join(valid)}.")
+        return made(**parameters)
+
     def __contains__(self, name: object) -> bool:
         self._discover()
         return isinstance(name, str) and name in self._entries
@@ -160,10 +181,10 @@ class Registry(Generic[T]):
     def _discover(self) -> None:
         if self._discovered:
             return
-        # Set first: a plugin's module may itself look something up while it is being imported.
+        # Set first, because a plugin's module may look something up while it is being imported.
         self._discovered = True
         assert self.entry_point_group is not None
-        # Sorted, so that of two plugins with one name the same one wins on every machine.
+        # Sorted, so that the same one of two plugins with one name wins on every machine.
         points = sorted(
             importlib.metadata.entry_points(group=self.entry_point_group), key=lambda p: (p.name, _owner(p), p.value)
         )
@@ -173,20 +194,20 @@ class Registry(Generic[T]):
             try:
                 self._load(point)
             except Exception as error:
-                # Whatever a stranger's import raises must not take every other solver down with it.
+                # A plugin's import may raise anything; the other plugins must still load.
                 reason = f"{type(error).__name__}: {error}"
                 self._failures[point.name] = reason
                 messages.append(
                     f"The {self.kind} plugin {point.name!r} of {_owner(point)!r} could not be loaded and is left out "
                     f"({reason}). Upgrade or uninstall {_owner(point)!r}."
                 )
-                # What a module registered before it failed would be half a plugin.
+                # A module that failed may have registered a part of its objects.
                 self._entries = {
                     name: entry
                     for name, entry in self._entries.items()
                     if name in before or entry.source != point.module
                 }
-        # Last: where warnings are errors, the first one must not keep the other plugins out.
+        # Last, because the first warning must not keep the other plugins out where warnings are errors.
         for message in messages:
             warnings.warn(message, PluginWarning, stacklevel=3)
 
@@ -208,12 +229,7 @@ def import_all(package: str, path: Iterable[str]) -> None:
 
 
 def subclasses_of(base: type, path: str) -> Callable[[str, Any], None]:
-    """Returns a check for :class:`Registry`: what is registered has to be a class derived from ``base``.
-
-    Args:
-        base: The class.
-        path: Where users import it from, for the message.
-    """
+    """Returns a check for :class:`Registry` that only accepts subclasses of ``base``; ``path`` is for its message."""
 
     def check(name: str, target: Any) -> None:
         if not (inspect.isclass(target) and issubclass(target, base)):
@@ -227,12 +243,12 @@ def _source_of(target: object) -> str:
 
 
 def _owner(point: importlib.metadata.EntryPoint) -> str:
-    """Returns the distribution that an entry point belongs to, or its value where that is not known."""
+    """Returns the distribution of an entry point, or its value where the distribution is not known."""
     return point.dist.name if point.dist is not None else point.value
 
 
 def _check_solver(name: str, solver: Any) -> None:
-    """Raises RegistrationError unless ``solver`` is a class with the attributes that a solver has."""
+    """Raises RegistrationError unless ``solver`` is a class with the attributes of a solver."""
     label = getattr(solver, "__qualname__", repr(solver))
     missing = [repr(attribute) for attribute in ("name", "Config", "tags") if not hasattr(solver, attribute)]
     is_class = inspect.isclass(solver)
@@ -245,7 +261,7 @@ def _check_solver(name: str, solver: Any) -> None:
     if solver.name != name:
         raise RegistrationError(
             f"A solver is registered under its own name; {label}.name is {solver.name!r}, "
-            f"but it was to be registered as {name!r}."
+            f"but it was registered as {name!r}."
         )
 
 
@@ -259,17 +275,17 @@ S = TypeVar("S", bound=type)
 def register_solver(solver: S) -> S:
     """Class decorator: registers a solver under its ``name``.
 
-    The class needs the attributes ``name``, ``Config`` and ``tags`` of
-    :class:`solver_plugins.solvers.base.Solver`; the first line of its docstring becomes the description.
+    The class needs the attributes ``name``, ``Config`` and ``tags`` of :class:`solver_plugins.solvers.Solver`. The
+    first line of its docstring becomes the description.
     """
     return SOLVERS.register_class(solver)
 
 
 def list_solvers(filter: str | Iterable[str] | None = None) -> list[str]:
-    """Lists the registered solvers; ``filter`` is a glob on the name or a tag (see :meth:`Registry.names`)."""
+    """Returns the names of the solvers; ``filter`` is a glob on the name or a tag (see :meth:`Registry.names`)."""
     return SOLVERS.names(filter)
 
 
 def solver_info(name: str) -> Entry[Any]:
-    """Returns name, class, description, tags and origin of a solver."""
+    """Returns the name, class, description, tags and source of a solver."""
     return SOLVERS.info(name)

@@ -17,7 +17,7 @@ images = interpolate(images, size=32).expand(-1, 3, -1, -1)
 labels = torch.tensor(digits.target)
 
 model = timm.create_model("test_resnet", num_classes=10)  # pretrained=True for a real backbone
-attach_opteq_head(model, hidden=32, layers=2, alpha=0.8, grad="implicit")
+attach_opteq_head(model, hidden=32, layers=2, alpha=0.8, gradient="implicit")
 head = model.get_classifier()
 print(head)
 

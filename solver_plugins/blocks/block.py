@@ -30,6 +30,7 @@ from solver_plugins.operators import (
 )
 from solver_plugins.prox import Prior, prox_for
 from solver_plugins.solvers import Diagnostics, Solver, working_dtype
+from solver_plugins.wrappers import COMPILED_IN_PLACE, wrapper_of
 
 _STATE = {"geometry", "solver", "prior", "link", "routed", "observer", "output", "activation"}
 _BUFFERS = {*SCALE_BUFFERS, "residual", "gram", "diagonal_reference"}
@@ -348,7 +349,7 @@ def shell_for(layer: nn.Module, kind: type[SolverBlock] = SolverBlock) -> type[S
         raise UnsupportedLayerError(
             f"{type(layer).__name__} is a solver block already; make the new one from the plain layer."
         )
-    if hides_forward(layer) or getattr(layer, "_compiled_call_impl", None) is not None:
+    if hides_forward(layer) or wrapper_of(layer) is COMPILED_IN_PLACE:
         raise UnsupportedLayerError(
             f"This {type(layer).__name__} has a forward of its own on the instance, which would hide the solver: an "
             "accelerate hook (remove it with accelerate.hooks.remove_hook_from_module), or the result of "

@@ -24,7 +24,7 @@ def blocks_of(model: nn.Module) -> dict[str, SolverBlock]:
         OptionError: If it is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise OptionError(f"Expected a model or a solver block; found {type(model).__name__}.")
+        raise OptionError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     return {name: module for name, module in model.named_modules() if isinstance(module, SolverBlock)}
 
 

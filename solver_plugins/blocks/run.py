@@ -91,7 +91,7 @@ def check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) ->
         raise InputError(f"Expected an input in {weight.dtype}, the weight's dtype; found {input.dtype}.")
     if skip is not None:
         batch = tuple(input.shape[: input.dim() - len(operator.problem_dims)])
-        shape = (*batch, operator.out_features, *getattr(operator, "output_size", ()))
+        shape = (*batch, *operator.output_shape)
         if tuple(skip.shape) != shape:
             raise ShapeError(f"Expected a skip of the output's shape {shape}; found {tuple(skip.shape)}.")
 

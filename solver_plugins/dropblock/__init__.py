@@ -1,4 +1,4 @@
-"""Structured dropout: layers, what they minimise on average, closed forms, and dropout without sampling."""
+"""Structured dropout: layers, their average effect, closed forms, and dropout without sampling."""
 
 from solver_plugins.dropblock.classifier import find_classifier
 from solver_plugins.dropblock.classifier_dropout import ClassifierDropout

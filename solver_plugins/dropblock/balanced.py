@@ -1,7 +1,7 @@
-"""A diagonal matrix as the mean of projections of one rank: what balanced factorisations are made of.
+"""A diagonal matrix as the mean of projections of one rank, which balanced factorisations consist of.
 
 Given ``0 < t_i < 1`` with ``sum_i t_i = s``, find ``K`` orthogonal projections of rank ``s`` whose mean is ``diag(t)``.
-Both ranks bound ``K`` from below: ``K s >= n``, and, for the complements of the projections, ``K (n - s) >= n``.
+Ranks bound ``K`` from below: ``K s >= n``, and, for the complements of the projections, ``K (n - s) >= n``.
 """
 
 import math
@@ -14,7 +14,7 @@ _ITERATIONS = 4000
 
 
 def fewest_projections(n: int, s: int) -> int:
-    """Returns ``max(ceil(n/s), ceil(n/(n - s)))``: with fewer, the ranks do not suffice. One if ``n = s``."""
+    """Returns the least possible number, ``max(ceil(n/s), ceil(n/(n - s)))``; 1 if ``n = s``."""
     return 1 if n == s else max(math.ceil(n / s), math.ceil(n / (n - s)))
 
 
@@ -24,7 +24,7 @@ def mean_of_projections(t: Tensor, s: int, count: int) -> Tensor | None:
     Args:
         t: Of shape ``(n,)``, float64.
         s: The rank, ``sum_i t_i``.
-        count: How many.
+        count: The number of projections.
 
     Returns:
         Orthonormal bases ``B`` of shape ``(count, n, s)``, with ``sum_k B_k B_k^T = count diag(t)``.
@@ -46,7 +46,7 @@ def mean_of_projections(t: Tensor, s: int, count: int) -> Tensor | None:
             error = rows @ rows.mT - torch.diag(count * t)
             if float(error.abs().amax()) < _TOLERANCE * count:
                 return bases
-        # ... then the nearest rows of the right lengths, orthogonal to each other, over all bases.
+        # ... then the nearest orthogonal rows with the right lengths, over all bases.
         u, _, vh = torch.linalg.svd(root * rows, full_matrices=False)
         bases = (root * (u @ vh)).reshape(n, count, s).transpose(0, 1)
     return None

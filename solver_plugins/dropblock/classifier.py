@@ -1,15 +1,15 @@
-"""The last linear layer of any classifier, without importing its library."""
+"""Finds the last linear layer of any classifier, without importing its library."""
 
 from collections.abc import Iterator
 
 from torch import nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from solver_plugins.dropblock.errors import ClassifierError
 from solver_plugins.errors import did_you_mean
+from solver_plugins.wrappers import COMPILED, DATA_PARALLEL, DDP, wrapper_of
 
 _NAMES = ("classifier", "score", "fc", "head", "heads", "qa_outputs")
-"""What libraries call their last layer, or the module that holds it."""
+"""Names that libraries give to the last layer, or to the module that holds it."""
 
 
 def find_classifier(model: nn.Module, given: str | nn.Module | None = None) -> tuple[str, nn.Linear]:
@@ -18,17 +18,17 @@ def find_classifier(model: nn.Module, given: str | nn.Module | None = None) -> t
     Args:
         model: A classifier of timm, transformers or torchvision, or any model with ``get_classifier()`` or an attribute
             ``classifier``, ``score``, ``fc`` or ``head``.
-        given: The layer, or its name in the model, where it is none of these.
+        given: The layer, or its name in the model, if it is none of these.
 
     Raises:
-        ClassifierError: If there is none, more than one, or it is not linear.
+        ClassifierError: If there is no last layer, more than one, or it is not linear.
     """
-    while isinstance(model, DistributedDataParallel | DataParallel):
-        model = model.module
-    if hasattr(model, "_orig_mod"):
+    while wrapper_of(model) in (DDP, DATA_PARALLEL):
+        model = model.module  # type: ignore[assignment]
+    if wrapper_of(model) is COMPILED:
         raise ClassifierError(
-            "Expected a model that is not compiled yet: a compiled one may not run new hooks. Pass model._orig_mod and "
-            "compile it afterwards."
+            "Expected a model that is not compiled yet, because a compiled one may not run new hooks: pass "
+            "model._orig_mod, and compile it afterwards."
         )
     for name, module in [_named(model, given)] if given is not None else _candidates(model):
         return _linear_in(name, module, model)
@@ -51,7 +51,9 @@ def _named(model: nn.Module, given: str | nn.Module) -> tuple[str, nn.Module]:
     for name, module in modules.items():
         if module is given:
             return name, module
-    raise ClassifierError(f"The {type(given).__name__} given as classifier is no part of this {type(model).__name__}.")
+    raise ClassifierError(
+        f"The {type(given).__name__} given as classifier is not a part of this {type(model).__name__}."
+    )
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -63,7 +65,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             f"{type(model).__name__} has several classifiers: {', '.join(map(repr, names))}. Name one with classifier=."
         )
     if isinstance(found, nn.Module):
-        # An identity: the model was made to return features.
+        # With an identity the model returns features.
         if isinstance(found, nn.Identity):
             raise ClassifierError(
                 f"{type(model).__name__} was made without a classifier (get_classifier() is an Identity): make it with "
@@ -79,7 +81,7 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _linear_in(name: str, module: nn.Module, model: nn.Module) -> tuple[str, nn.Linear]:
     if isinstance(module, nn.Linear):
         return name, module
-    # A head of several layers: the last one is the last to be registered.
+    # In a head of several layers, the last one is registered last.
     inside = [(inner, part) for inner, part in module.named_modules() if inner and isinstance(part, nn.Linear)]
     if not inside:
         raise ClassifierError(

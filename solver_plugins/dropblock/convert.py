@@ -1,9 +1,8 @@
-"""A model's own dropout modules as structured dropout, where they stand, and back."""
+"""Turns a model's own dropout modules into structured dropout in place, and back."""
 
 import contextlib
 import copy
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,16 +16,16 @@ from solver_plugins.dropblock.sites import Site, find_sites
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.surgery.errors import ConversionError, TargetError
 from solver_plugins.surgery.record import record
+from solver_plugins.surgery.refusals import refuse_wrapped
 from solver_plugins.surgery.targets import TargetList, Targets, read_targets
-from solver_plugins.surgery.wrappers import refuse_wrapped
 
 
 class StructuredShell(Shell):
-    """Mixin in front of a dropout's class: the module drops by a scheme instead.
+    """Mixin in front of the class of a dropout, which then drops by a scheme.
 
     Attributes:
         structured_scheme: The scheme.
-        structured_dims: Over how many of the last dimensions a mask reaches.
+        structured_dims: A mask reaches over this many of the last dimensions.
         structured_coupled: Whether all channels share a mask.
     """
 
@@ -36,31 +35,25 @@ class StructuredShell(Shell):
 
     @classmethod
     def class_for(cls, plain: type[nn.Module]) -> "type[StructuredShell]":
-        """Returns the class of a dropout of this kind that drops by a scheme."""
+        """Returns the subclass of a dropout class that drops by a scheme."""
         return made_class(cls, plain, "Structured")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the input with units dropped, in evaluation the input itself."""
+        """Returns the input with units dropped; in evaluation the input itself."""
         settings: dict[str, Any] = {"couple_channels": self.structured_coupled, "training": self.training}
         if self.structured_dims == 2 and input.shape[-2:] == (1, 1):
-            # A pooled map has no neighbours in space: its units are its channels.
+            # A pooled map has no neighbours in space, so its units are its channels.
             settings["couple_channels"] = False
             return structured_dropout(input.flatten(-3), self.structured_scheme, **settings).view_as(input)
         return structured_dropout(input, self.structured_scheme, dims=self.structured_dims, **settings)
 
     def extra_repr(self) -> str:
-        """Returns what the module does now."""
+        """Returns the settings."""
         coupled = ", couple_channels=True" if self.structured_coupled else ""
         return f"{self.structured_scheme}, dims={self.structured_dims}{coupled}"
 
 
 _OWN = ("structured_scheme", "structured_dims", "structured_coupled")
-
-
-@dataclass(frozen=True)
-class _Plan:
-    chosen: tuple[tuple[Site, Scheme], ...]
-    report: DropoutReport
 
 
 def convert_dropout(
@@ -78,22 +71,23 @@ def convert_dropout(
 ) -> nn.Module:
     """Turns a model's dropout modules into structured dropout.
 
-    Modules keep their place, name and class, and have no state: checkpoints do not change. One recorded forward pass
-    says what each dropout sees: vectors and tokens are dropped in blocks of features, maps in blocks of pixels, pooled
-    maps in blocks of channels. Attention weights are left alone. See :func:`inspect_dropout` for a dry run.
+    Modules keep their place, name and class. They have no state, so checkpoints do not change. One recorded forward
+    pass shows the input of each dropout: vectors and tokens are dropped in blocks of features, maps in blocks of
+    pixels, pooled maps in blocks of channels. Attention weights are not converted. See :func:`inspect_dropout` for a
+    dry run.
 
     Args:
         model: Any model whose forward pass can be recorded; timm's and transformers' need no example inputs.
         scheme: "dropblock" (on a grid), "overlapping", "dropout", or a :class:`Scheme`.
-        block_size: How many neighbours are dropped together; by default what a DropBlock module of the model has.
+        block_size: The number of neighbours that are dropped together; by default that of the model's DropBlock.
         theta: The probability that a unit is kept; by default one minus each module's own rate.
         targets: Dropouts to convert: a list of names or their ends, one regular expression for the whole name, or a
-            function of name and module; a named dropout is converted even if its own rate is zero. By default all with
+            function of name and module. Named dropouts are converted even if their rate is zero. By default all with
             a rate above zero.
-        exclude: Dropouts to leave alone, in the same forms.
-        dims: 1 or 2, over how many of the last dimensions blocks reach, where the recorded pass cannot tell.
-        couple_channels: Whether all channels of a map share a mask; by default what a DropBlock module of the model
-            does, and False for plain dropout.
+        exclude: Dropouts to leave out, in the same forms.
+        dims: 1 or 2: the number of last dimensions that blocks reach over, if the recorded pass does not show it.
+        couple_channels: Whether all channels of a map share a mask; by default that of the model's DropBlock, and False
+            for plain dropout.
         example_inputs: A tensor, tuple or mapping for the recorded forward pass.
         inplace: False converts a copy.
 
@@ -101,17 +95,17 @@ def convert_dropout(
         The converted model: the same object, unless ``inplace=False``.
 
     Raises:
-        ConversionError: If nothing can be converted, with the reason for each dropout, or the model is wrapped or
-            converted already. The model is as it was then, as after every other error.
-        BlockSizeError: If blocks of a grid do not divide what a dropout sees.
-        UnknownNameError: For an unknown scheme.
+        ConversionError: If nothing can be converted, with the reason for each dropout, or if the model is wrapped or
+            already converted. After this and every other error the model is unchanged.
+        BlockSizeError: If blocks of a grid do not divide the input of a dropout.
+        UnknownNameError: If the scheme is unknown.
         OptionError: If an option is missing or out of range.
         TargetError: If a target converts nothing.
         RecordError: If the forward pass cannot be recorded.
     """
-    plan = _plan(model, scheme, block_size, theta, targets, exclude, dims, couple_channels, example_inputs)
-    if not plan.chosen:
-        reasons = "".join(f"\n  - {row.name}: {row.reason}" for row in plan.report.rows)
+    chosen, report = _plan(model, scheme, block_size, theta, targets, exclude, dims, example_inputs)
+    if not chosen:
+        reasons = "".join(f"\n  - {row.name}: {row.reason}" for row in report.rows)
         raise ConversionError(
             f"No dropout of this {type(model).__name__} can be converted"
             + (f":{reasons}" if reasons else "; it has none. Many models take their rate when they are made.")
@@ -119,7 +113,7 @@ def convert_dropout(
     if not inplace:
         model = copy.deepcopy(model)
     modules = dict(model.named_modules())
-    for site, made in plan.chosen:
+    for site, made in chosen:
         module = modules[site.name]
         coupled = site.coupled if couple_channels is None else couple_channels
         module.__dict__.update(zip(_OWN, (made, dims or site.dims or 1, coupled), strict=True))
@@ -139,15 +133,15 @@ def inspect_dropout(
     couple_channels: bool | None = None,
     example_inputs: Any = None,
 ) -> DropoutReport:
-    """Says what :func:`convert_dropout` would do, and leaves the model alone: ``print`` it, or take ``to_dict()``.
+    """Returns what :func:`convert_dropout` would do, without changing the model: ``print`` it, or take ``to_dict()``.
 
-    Arguments and errors are the same, but for a model in which nothing would be converted: that is reported.
+    Arguments and errors are the same, except that it reports a model in which nothing would be converted.
     """
-    return _plan(model, scheme, block_size, theta, targets, exclude, dims, couple_channels, example_inputs).report
+    return _plan(model, scheme, block_size, theta, targets, exclude, dims, example_inputs)[1]
 
 
 def revert_dropout(model: nn.Module) -> nn.Module:
-    """Turns every dropout that :func:`convert_dropout` converted into what it was.
+    """Restores every dropout that :func:`convert_dropout` converted.
 
     Raises:
         ConversionError: If there is none.
@@ -170,9 +164,8 @@ def _plan(
     targets: Targets | None,
     exclude: Targets | None,
     dims: int | None,
-    couple_channels: bool | None,
     example_inputs: Any,
-) -> _Plan:
+) -> tuple[list[tuple[Site, Scheme]], DropoutReport]:
     refuse_wrapped(model)
     for name, module in model.named_modules():
         if isinstance(module, StructuredShell):
@@ -180,7 +173,7 @@ def _plan(
     if dims not in (None, 1, 2):
         raise OptionError(f"Expected dims to be 1, 2 or None; found {dims!r}.")
     if isinstance(scheme, str):
-        # Wrong options are told before a large model is walked.
+        # Raises for wrong options before a large model is walked.
         make_scheme(scheme, 0.5 if theta is None else theta, 1 if block_size is None else block_size)
     elif not isinstance(scheme, Scheme):
         raise OptionError(f"Expected the name of a scheme or a Scheme, such as SampledScheme; found {scheme!r}.")
@@ -188,10 +181,7 @@ def _plan(
     unwanted = None if exclude is None else read_targets(exclude, "exclude")
     chosen: list[tuple[Site, Scheme]] = []
     rows: list[DropoutRow] = []
-    silent = (
-        [] if wanted is None else [module for name, module in model.named_modules() if _silent(wanted, name, module)]
-    )
-    with _audible(silent):
+    with _audible([module for name, module in model.named_modules() if _silent(wanted, name, module)]):
         recorded = record(model, example_inputs)
     sites = find_sites(model, recorded)
     for site in sites:
@@ -209,17 +199,19 @@ def _plan(
     _check_targets(wanted, "targets", [site for site, _ in chosen], sites, rows)
     _check_targets(unwanted, "exclude", sites, sites, rows)
     label = scheme if isinstance(scheme, str) else repr(scheme)
-    return _Plan(tuple(chosen), DropoutReport(type(model).__name__, label, tuple(rows)))
+    return chosen, DropoutReport(type(model).__name__, label, tuple(rows))
 
 
-def _silent(wanted: TargetList, name: str, module: nn.Module) -> bool:
-    """Whether a module is a dropout that is asked for and drops nothing: its call would leave no trace."""
-    return isinstance(module, nn.Dropout) and module.p == 0 and any(t.matches(name, module) for t in wanted.targets)
+def _silent(wanted: TargetList | None, name: str, module: nn.Module) -> bool:
+    """Whether a module is a wanted dropout with rate zero, whose call would leave no trace in a recorded pass."""
+    if wanted is None or not isinstance(module, nn.Dropout) or module.p != 0:
+        return False
+    return any(target.matches(name, module) for target in wanted.targets)
 
 
 @contextlib.contextmanager
 def _audible(modules: list[nn.Module]) -> Iterator[None]:
-    """Gives dropouts a rate for as long as a pass is recorded."""
+    """Gives dropouts a rate while a pass is recorded."""
     try:
         for module in modules:
             module.p = 0.5  # type: ignore[assignment]
@@ -243,7 +235,7 @@ def _reason_against(site: Site, wanted: TargetList | None, unwanted: TargetList 
     if unwanted is not None and _matcher(unwanted, site):
         return "excluded"
     if site.dims is None and dims is None:
-        return "it sees four dimensions, and it is not clear which are space: say so with dims=1 or dims=2"
+        return "its input has four dimensions, and it is not clear which are space: say so with dims=1 or dims=2"
     return None
 
 

@@ -1,18 +1,18 @@
-"""Errors of this room."""
+"""Errors of structured dropout."""
 
 from solver_plugins.errors import SolverPluginsError
 
 
 class BlockSizeError(SolverPluginsError, ValueError):
-    """A block size that is no positive whole number, or that does not divide the width."""
+    """A block size is not a positive whole number, or does not divide the width."""
 
 
 class ClassifierError(SolverPluginsError, LookupError):
-    """A model without a last linear layer that can be recognised."""
+    """The last linear layer of a model is not found."""
 
 
 class RegularizerError(SolverPluginsError, RuntimeError):
-    """A regulariser was asked for its value at a moment when it has none."""
+    """A regulariser was called when it had no value."""
 
 
 class FactorisationError(SolverPluginsError, ArithmeticError):

@@ -1,4 +1,4 @@
-"""The characteristic matrix of masks that can only be drawn, with error bars."""
+"""Estimates the characteristic matrix of masks that can only be drawn, with error bars."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 from solver_plugins.errors import OptionError
 
 _CHUNK = 2**22
-"""How many numbers are drawn at once."""
+"""The number of units that are drawn at once."""
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class Estimate:
 
     Attributes:
         matrix: The estimate.
-        error: Its standard error, entry by entry (delta method where the mean is estimated, too).
+        error: Its standard error per entry (by the delta method if the mean is estimated, too).
         mean: The mean of the mask, one number per unit.
-        mean_error: Its standard error; zero where the mean was given.
-        samples: How many masks were drawn.
+        mean_error: Its standard error; zero if the mean was given.
+        samples: The number of masks.
     """
 
     matrix: Tensor
@@ -36,8 +36,8 @@ def estimate(draw: Callable[[int], Tensor], d: int, samples: int, mean: float | 
 
     Args:
         draw: ``draw(n)`` returns ``n`` masks of ``d`` units each.
-        d: How many units there are.
-        samples: How many masks to draw, at least two.
+        d: The number of units.
+        samples: The number of masks, at least two.
         mean: The mean, if it is known.
 
     Raises:
@@ -61,11 +61,11 @@ def estimate(draw: Callable[[int], Tensor], d: int, samples: int, mean: float | 
     mu = found if mean is None else torch.as_tensor(mean, dtype=torch.float64).cpu().expand(d).reshape(d)
     if not bool((mu != 0).all()):
         never = int((mu == 0).nonzero()[0])
-        raise OptionError(f"Unit {never} has the mean 0 over {samples} masks: it cannot be rescaled; draw more masks.")
+        raise OptionError(f"Unit {never} has the mean 0 over {samples} masks and cannot be rescaled; draw more masks.")
     scale = mu[:, None] * mu
     c = second / samples / scale
     if mean is None:
-        # Of x_i x_j - c (x_i + x_j - 1): the mean in the denominator varies along with the product above it.
+        # The variance of x_i x_j - c (x_i + x_j - 1), because the mean in the denominator is estimated, too.
         power = torch.diagonal(c)
         cross = mixed / samples / (mu.square()[:, None] * mu)
         spread = fourth / samples / scale.square() + c.square() * (power[:, None] + power - 3 + 2 * c)

@@ -1,10 +1,10 @@
 """Structured dropout as functions and modules.
 
-``theta`` is the probability that a unit is kept, as in the paper; a drop rate ``p`` is ``theta = 1 - p``. Every unit is
-kept at exactly that rate at every size, and what is kept is divided by the mean ``theta`` of the mask, not by the share
-that happened to be kept in the batch: both are what the theory needs. In evaluation the input is returned.
+``theta`` is the probability that a unit is kept, as in the paper; a drop rate ``p`` is ``theta = 1 - p``. As the theory
+requires, every unit is kept at exactly this rate at every size, and kept units are divided by the mean ``theta`` of the
+mask, not by the share that was kept in the batch. In evaluation the input is returned.
 
-Masks come from the global random state unless a function is given a generator.
+Masks come from the global random state unless a generator is given.
 """
 
 from typing import Any
@@ -33,10 +33,10 @@ def structured_dropout(
     Args:
         x: Of shape ``(..., d)`` for ``dims=1`` and ``(..., height, width)`` for ``dims=2``.
         scheme: The scheme (see :func:`make_scheme`).
-        dims: Over how many of the last dimensions a mask reaches; each of the other indices has a mask of its own.
+        dims: A mask reaches over this many of the last dimensions; each of the other indices has its own mask.
         couple_channels: Lets all channels, the dimension before the masked ones, share a mask.
         training: False returns the input.
-        generator: Where randomness comes from.
+        generator: The source of randomness.
 
     Raises:
         ShapeError: If the input has too few dimensions.
@@ -63,7 +63,7 @@ def structured_dropout(
 
 def _multiply(x: Tensor, mask: Tensor, scale: float) -> Tensor:
     if x.dtype in (torch.float16, torch.bfloat16):
-        # In half precision the scale itself would be rounded, and every output with it to the same side.
+        # In half precision the scale would be rounded, which shifts every output in the same direction.
         return x * mask * scale
     return x * (mask.to(x.dtype) * scale)
 
@@ -83,11 +83,11 @@ def drop_block_1d(
     Args:
         x: The input.
         theta: The probability that a unit is kept.
-        block_size: How many neighbours are dropped together.
+        block_size: The number of neighbours that are dropped together; for maps the height and width of a block.
         overlapping: Whether blocks may stand anywhere (the original DropBlock) instead of on a grid (the paper's).
         couple_channels: Lets all channels share a mask.
         training: False returns the input.
-        generator: Where randomness comes from.
+        generator: The source of randomness.
     """
     scheme = (OverlappingBlocks if overlapping else GridBlocks)(theta, block_size)
     return structured_dropout(x, scheme, couple_channels=couple_channels, training=training, generator=generator)
@@ -121,8 +121,8 @@ def drop_connect_linear(
 ) -> Tensor:
     """A linear layer that drops single weights (DropConnect); the bias is kept.
 
-    The samples of a batch share a mask: that costs no memory, and the expectation of a loss that sums over samples is
-    the same.
+    The samples of a batch share a mask. That needs no memory, and a loss that sums over samples has the same
+    expectation.
 
     Args:
         x: Of shape ``(..., inputs)``.
@@ -130,7 +130,7 @@ def drop_connect_linear(
         bias: Of shape ``(outputs,)``.
         theta: The probability that a weight is kept.
         training: False computes the plain layer.
-        generator: Where randomness comes from.
+        generator: The source of randomness.
     """
     check_theta(theta)
     if training and theta < 1:
@@ -144,10 +144,10 @@ class StructuredDropout(nn.Module):
 
     Args:
         scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler.
-        theta: The probability that a unit is kept; of a named scheme.
-        block_size: How many neighbours are dropped together; of a named scheme.
-        mean: The mean of a sampler's masks, a number or a tensor of a mask's shape.
-        dims: Over how many of the last dimensions a mask reaches.
+        theta: For a named scheme: the probability that a unit is kept.
+        block_size: For a named scheme: the number of neighbours that are dropped together.
+        mean: For a sampler: the mean of its masks, a number or a tensor of a mask's shape.
+        dims: A mask reaches over this many of the last dimensions.
         couple_channels: Lets all channels share a mask.
     """
 
@@ -167,7 +167,7 @@ class StructuredDropout(nn.Module):
         self.couple_channels = couple_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the input with units dropped, in evaluation the input itself."""
+        """Returns the input with units dropped; in evaluation the input itself."""
         return structured_dropout(
             x, self.scheme, dims=self.dims, couple_channels=self.couple_channels, training=self.training
         )
@@ -187,25 +187,11 @@ class _DropBlock(StructuredDropout):
 
 
 class DropBlock1d(_DropBlock):
-    """DropBlock along the last dimension; see :func:`drop_block_1d`.
-
-    Args:
-        theta: The probability that a unit is kept.
-        block_size: How many neighbours are dropped together.
-        overlapping: Whether blocks may stand anywhere instead of on a grid.
-        couple_channels: Lets all channels share a mask.
-    """
+    """DropBlock along the last dimension; arguments as in :func:`drop_block_1d`."""
 
 
 class DropBlock2d(_DropBlock):
-    """DropBlock over maps; see :func:`drop_block_2d`.
-
-    Args:
-        theta: The probability that a unit is kept.
-        block_size: The blocks' height and width.
-        overlapping: Whether blocks may stand anywhere instead of on a grid.
-        couple_channels: Lets all channels share a mask.
-    """
+    """DropBlock over the last two dimensions of maps; arguments as in :func:`drop_block_1d`."""
 
     _dims = 2
 
@@ -213,13 +199,7 @@ class DropBlock2d(_DropBlock):
 class DropConnectLinear(nn.Linear):
     """A linear layer that drops single weights in training; see :func:`drop_connect_linear`.
 
-    Args:
-        in_features: How many inputs.
-        out_features: How many outputs.
-        bias: Whether there is a bias.
-        theta: The probability that a weight is kept.
-        device: Where to make the Parameters.
-        dtype: Of the Parameters.
+    ``theta`` is the probability that a weight is kept; the other arguments are those of ``nn.Linear``.
     """
 
     def __init__(
@@ -237,7 +217,7 @@ class DropConnectLinear(nn.Linear):
         return made.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the output of the layer with weights dropped, in evaluation of the plain one."""
+        """Returns the output of the layer with weights dropped; in evaluation that of the plain layer."""
         return drop_connect_linear(input, self.weight, self.bias, theta=self.theta, training=self.training)
 
     def extra_repr(self) -> str:

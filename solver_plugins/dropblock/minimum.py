@@ -2,9 +2,9 @@
 
     f(U, V, d) = |Y - X V U^T|^2 + (1 - theta(d))/theta(d) sum_k |X V_k U_k^T|^2        (eq. 8)
 
-over all widths ``d``, with ``theta(d)`` of eq. 7. Its minimum is that of a convex problem, ``|Y - A|^2`` plus
+over all widths ``d``, with ``theta(d)`` of eq. 7. Its minimum is that of a convex problem: ``|Y - A|^2`` plus
 ``(1 - theta_bar)/theta_bar`` times the squared k-support norm of the singular values of ``A``. At a fixed width it is a
-lower bound; which widths attain it is said at :attr:`GlobalMinimum.fewest_blocks`.
+lower bound; see :attr:`GlobalMinimum.fewest_blocks` for the widths that attain it.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,10 @@ class GlobalMinimum:
     """The minimum and one point that attains it, in float64.
 
     Attributes:
-        singular_values: Of the optimal product ``A = X V U^T``, largest first; of length ``min(N, a)``.
+        singular_values: The singular values of the optimal product ``A = X V U^T``, ``min(N, a)`` of them, largest
+            first.
         rho: ``rho - 1`` singular values of ``Y`` are divided by ``1 + beta`` ...
-        lam: ... those from ``rho`` to ``lam`` are lowered by one number, and the others become zero.
+        lam: ... those from ``rho`` to ``lam`` are lowered by the same number, and the others become zero.
         objective: The minimum.
         beta: ``(1 - theta_bar)/theta_bar``.
         product: ``A``, of shape ``(N, a)``.
@@ -36,9 +37,9 @@ class GlobalMinimum:
         V: Of shape ``(b, d)``; ``(N, d)`` without inputs ``X``.
         width: ``d``, a multiple of the block size.
         theta: ``theta(d)``, the retain probability at this width.
-        fewest_blocks: No width with fewer blocks attains the minimum. At the minimum every block holds all scaled
-            singular values and a projection of rank ``s = r - rho + 1`` of the ``n = lam - rho + 1`` lowered ones, so
-            there are at least ``max(n/s, n/(n - s))`` blocks.
+        fewest_blocks: No width with fewer blocks attains the minimum. At the minimum, every block holds all scaled
+            singular values and a projection of rank ``s = r - rho + 1`` of the ``n = lam - rho + 1`` lowered ones,
+            which needs at least ``max(n/s, n/(n - s))`` blocks.
     """
 
     singular_values: Tensor
@@ -63,15 +64,15 @@ def global_minimum(
         Y: Targets, of shape ``(N, a)``: one sample per row.
         theta_bar: The retain probability of a network with a single block; see :func:`theta_bar_of`.
         block_size: The block size ``r``.
-        X: Inputs, of shape ``(N, b)``; by default the identity. With more samples than inputs, ``Y`` is projected to
-            what the inputs can reach; the rest adds to the objective.
-        width: The width of the factorisation; by default one at which it is found with ease.
+        X: Inputs, of shape ``(N, b)``; by default the identity. With more samples than inputs, ``Y`` is projected onto
+            the range of ``X``; the rest adds to the objective.
+        width: The width of the factorisation; by default one at which it is easy to find.
 
     Raises:
         OptionError: If ``theta_bar`` is not in (0, 1], or the width is less than ``r`` times the fewest blocks.
         BlockSizeError: If the block size does not divide the width.
-        ShapeError: If the shapes do not go together.
-        FactorisationError: If no balanced factorisation was found at the width that was asked for.
+        ShapeError: If the shapes do not fit.
+        FactorisationError: If no balanced factorisation was found at this width.
     """
     check_theta(theta_bar, "theta_bar")
     r = check_block_size(block_size)
@@ -80,7 +81,7 @@ def global_minimum(
     if X is not None and (X.ndim != 2 or X.shape[0] != Y.shape[0]):
         raise ShapeError(f"Expected inputs ({Y.shape[0]}, b), one row for each target; found {tuple(X.shape)}.")
     Y = Y.detach().double()
-    # The pseudo-inverse cuts off directions of X that are zero up to rounding.
+    # The pseudo-inverse drops directions of X that are zero up to rounding.
     inverse = None if X is None else torch.linalg.pinv(X.detach().double())
     reachable = Y if X is None or inverse is None else X.detach().double() @ (inverse @ Y)
     left, m, right = torch.linalg.svd(reachable, full_matrices=False)
@@ -100,7 +101,7 @@ def global_minimum(
         tail = level * (vectors[:, lowered] @ bases)
         head = (root * vectors[:, scaled]).expand(count, -1, -1)
         block = torch.cat([head, tail], dim=-1)
-        # A block of a matrix of lower rank has columns to spare.
+        # If the rank is lower than the block size, the remaining columns are zero.
         block = torch.nn.functional.pad(block, (0, r - block.shape[-1]))
         return block.transpose(0, 1).reshape(len(vectors), count * r)
 
@@ -114,9 +115,9 @@ def global_minimum(
 
 @dataclass(frozen=True)
 class _Blocks:
-    """How the singular values ``a`` are dealt to blocks: ``scaled`` of them to every block, the others in parts.
+    """How the singular values ``a`` go to blocks: ``scaled`` of them to every block, the others in parts.
 
-    These are the ``t_i`` of the k-support norm: one for the scaled values, ``a_i / level`` for the others.
+    ``t`` has the ``t_i`` of the k-support norm for the other values, ``a_i / level``; for scaled values ``t_i = 1``.
     """
 
     t: Tensor
@@ -132,7 +133,7 @@ class _Blocks:
         if rank <= r:
             return _Blocks(a[rank:], rank, rank, 0.0, 0)
         scaled = 0
-        # The rule of the norm: an entry is whole while it is at least its share of what is left.
+        # The rule of the norm: an entry is scaled if it is at least its share of the rest.
         while (r - scaled) * a[scaled] >= a[scaled:].sum() * (1 - 1e-12):
             scaled += 1
         level = float(a[scaled:].sum()) / (r - scaled)

@@ -1,4 +1,4 @@
-"""Dropout without sampling: what structured dropout before the last layer adds to the loss on average, exactly.
+"""Dropout without sampling: the exact average effect of structured dropout before the last layer on the loss.
 
 regularizer = StructuredDropoutRegularizer(model, "dropblock", theta=0.9, block_size=4)
 loss = F.mse_loss(model(x), y) + regularizer()
@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.dropblock.at_classifier import AtClassifier
+from solver_plugins.dropblock.classifier_dropout import AtClassifier
 from solver_plugins.dropblock.errors import RegularizerError
 from solver_plugins.dropblock.schemes import Sampler, Scheme
 from solver_plugins.errors import OptionError, ShapeError
@@ -19,16 +19,16 @@ Reduction = Literal["mean", "batchmean", "sum"]
 
 
 class StructuredDropoutRegularizer(AtClassifier):
-    """What dropping units before the last layer adds to the expected loss, computed from a hook on that layer.
+    """Adds to the loss what dropping units before the last layer would add on average, by a hook on that layer.
 
-    For the squared loss the value is exact (Lemma 3.1): the sum of the variances of the outputs. For cross-entropy
-    there is no closed form; ``loss="cross_entropy_second_order"`` is the second-order term
-    ``tr((diag(p) - p p^T) Cov(logits))/2`` of the expected loss around the undropped logits, ``p`` their softmax.
+    For the squared loss the value is exact (Lemma 3.1): the sum of the variances of the outputs. Cross-entropy has no
+    closed form; ``loss="cross_entropy_second_order"`` is the second-order term
+    ``tr((diag(p) - p p^T) Cov(logits))/2`` of the expected loss around the undropped logits, with ``p`` their softmax.
 
-    The value is computed during each forward pass in training mode, and handed out once by a call. It is a mean over
-    samples, as the loss: so it is right under DDP (each process adds its own), under gradient accumulation (divide it
-    together with the loss), under autocast (it is computed in float32) and for sharded weights (which are whole while
-    the layer runs). Dropout that the model itself samples before its last layer is not taken out: set it to zero.
+    Each forward pass in training mode computes the value, and a call returns it once. Like the loss it is a mean over
+    samples. So it is right under DDP (each process adds its own), with gradient accumulation (divide it together with
+    the loss), under autocast (it is computed in float32) and for sharded weights (which are whole while the layer
+    runs). If the model itself has dropout before its last layer, set its rate to zero.
 
     Args:
         model: The classifier; see :func:`find_classifier` for how its last layer is found. Make the regulariser before
@@ -37,21 +37,21 @@ class StructuredDropoutRegularizer(AtClassifier):
             estimated once).
         theta: The retain probability of a named scheme.
         block_size: The block size of a named scheme.
-        loss: Which loss the value is added to.
-        reduction: How that loss sums up: "mean" over samples, for the squared loss over outputs, too
+        loss: The loss that the value is added to.
+        reduction: The reduction of that loss: "mean" over samples, and for the squared loss also over outputs
             (``F.mse_loss``, ``F.cross_entropy``); "batchmean" over samples only; or "sum".
-        classifier: The last layer or its name, where it is not found by itself.
+        classifier: The last layer or its name, if it is not found automatically.
 
     Attributes:
-        name: The last layer's name.
+        name: The name of the last layer.
         classifier: The last layer.
         scheme: The scheme.
 
     Raises:
         ClassifierError: If the last layer is not found.
         BlockSizeError: If blocks of a grid do not divide its width.
-        UnknownNameError: For an unknown scheme.
-        OptionError: For other options out of range.
+        UnknownNameError: If the scheme is unknown.
+        OptionError: If another option is out of range.
     """
 
     def __init__(
@@ -85,13 +85,13 @@ class StructuredDropoutRegularizer(AtClassifier):
         """Returns the value of the last forward pass in training mode, and forgets it.
 
         Args:
-            where: Which rows the loss counts: a boolean tensor of the shape of the layer's input without its last
-                dimension. Needed only where the layer sees sequences ``(batch, tokens, d)``: ``labels != -100`` for one
-                label per token; only the last token's place for a model that pools its logits.
+            where: The rows that the loss counts: a boolean tensor with the shape of the layer's input without its last
+                dimension. It is only needed for sequences ``(batch, tokens, d)``: ``labels != -100`` for one label per
+                token, or only the place of the last token for a model that pools its logits.
 
         Raises:
             RegularizerError: If there was no forward pass in training mode since the last call, or more than one.
-            ShapeError: If the layer sees sequences and it was not said which rows count.
+            ShapeError: If the layer has sequences as inputs and ``where`` is missing.
         """
         rows, passes = self._rows, self._passes
         self.reset()
@@ -123,7 +123,7 @@ class StructuredDropoutRegularizer(AtClassifier):
 
     @property
     def row_shape(self) -> tuple[int, ...] | None:
-        """Shape of the rows that the layer saw in the last pass, ``(batch,)`` or ``(batch, tokens)``; None for none."""
+        """The shape of the layer's rows in the last pass, ``(batch,)`` or ``(batch, tokens)``; None without a pass."""
         return None if self._rows is None else tuple(self._rows.shape)
 
     def reset(self) -> None:
@@ -131,7 +131,7 @@ class StructuredDropoutRegularizer(AtClassifier):
         self._rows, self._passes = None, 0
 
     def remove(self) -> None:
-        """Takes the hook off the model."""
+        """Removes the hook from the model."""
         super().remove()
         self.reset()
 
@@ -151,7 +151,7 @@ class StructuredDropoutRegularizer(AtClassifier):
             else:
                 probabilities = logits.to(wide).softmax(-1)
                 rows = self.scheme.weighted_variance(weight, features, probabilities) / 2
-        # Gradient checkpointing repeats the pass, all of it, inside of backward: its value was handed out already.
+        # Gradient checkpointing repeats the whole pass inside backward, after its value was returned.
         if not _in_backward():
             self._rows, self._passes = rows, self._passes + 1
 

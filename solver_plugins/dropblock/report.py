@@ -1,12 +1,12 @@
-"""What a conversion of dropout would do or did, as a table and as data."""
+"""What a conversion of dropout does, as a table and as data."""
 
-import io
-import json
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from solver_plugins.surgery.printing import Printable, plain_table, sentence
+
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -14,13 +14,13 @@ class DropoutRow:
     """One dropout of the report.
 
     Attributes:
-        name: The module's name; of a function, the module that calls it.
-        kind: The module's class, or the function.
-        converted: Whether a conversion takes it.
-        reason: Why not.
-        input_shape: What it sees in the recorded pass, () if it is never called.
+        name: The name of the module; for a function, of the module that calls it.
+        kind: The class of the module, or the function.
+        converted: Whether it is converted.
+        reason: Why it is not.
+        input_shape: The shape of its input in the recorded pass; () if it is never called.
         p: Its own rate.
-        dims: Over how many of the last dimensions blocks reach; None if not known.
+        dims: Blocks reach over this many of the last dimensions; None if not known.
         scheme: What it becomes.
     """
 
@@ -34,14 +34,14 @@ class DropoutRow:
     scheme: str
 
 
-@dataclass(frozen=True)
-class DropoutReport:
-    """What :func:`inspect_dropout` found; ``print`` it, or take ``to_dict()``.
+@dataclass(frozen=True, repr=False)
+class DropoutReport(Printable):
+    """The result of :func:`inspect_dropout`; ``print`` it, or take ``to_dict()``.
 
     Attributes:
-        model: The model's class.
-        scheme: The scheme that was asked for.
-        rows: One per dropout, in the order of the model.
+        model: The class of the model.
+        scheme: The requested scheme.
+        rows: One row per dropout, in the order of the model.
     """
 
     model: str
@@ -57,36 +57,25 @@ class DropoutReport:
         """Returns the report as plain data."""
         return {"model": self.model, "scheme": self.scheme, "dropouts": [asdict(row) for row in self.rows]}
 
-    def to_json(self) -> str:
-        """Returns the report as JSON text."""
-        return json.dumps(self.to_dict(), indent=2)
+    def headline(self) -> str:
+        """Returns how many dropouts are converted."""
+        return f"{self.model}: {len(self.converted)} of {len(self.rows)} dropouts become {self.scheme}"
 
-    def __str__(self) -> str:
-        from rich.console import Console
-
-        console = Console(file=io.StringIO(), width=150)
-        console.print(self.table())
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
-
-    def table(self) -> "Table":
-        """Returns the report as a rich table; dropouts left alone for one reason share a line."""
-        from rich.table import Table
-
-        title = f"{self.model}: {len(self.converted)} of {len(self.rows)} dropouts become {self.scheme}"
-        table = Table(title=title, title_justify="left")
-        for heading in ("dropout", "class", "sees", "p", "blocks over", "becomes"):
-            table.add_column(heading)
-        for row in self.converted:
-            over = "maps" if row.dims == 2 else "features"
-            shape = "x".join(map(str, row.input_shape))
-            table.add_row(row.name, row.kind, shape, f"{row.p:g}", over, row.scheme)
+    def parts(self, width: int) -> "list[RenderableType]":
+        """Returns the headline, a table of converted dropouts, and a line per reason for the others."""
+        parts = [sentence(self.headline(), style="bold")]
+        if self.converted:
+            table = plain_table(("dropout", "class", "sees", "p", "blocks over", "becomes"), right=("p",))
+            for row in self.converted:
+                over = "maps" if row.dims == 2 else "features"
+                shape = "x".join(map(str, row.input_shape))
+                table.add_row(row.name, row.kind, shape, f"{row.p:g}", over, row.scheme)
+            parts.append(table)
         left: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if not row.converted:
                 left.setdefault((row.kind, row.reason), []).append(row.name)
-        if left:
-            table.add_section()
         for (kind, reason), names in left.items():
             more = f" (+{len(names) - 1})" if len(names) > 1 else ""
-            table.add_row(f"[dim]{names[0]}{more}", f"[dim]{kind}", "", "", "", f"[dim]left alone: {reason}")
-        return table
+            parts.append(sentence(f"{names[0]}{more}, {kind}, left alone: {reason}", style="dim"))
+        return parts

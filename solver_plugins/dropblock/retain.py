@@ -1,4 +1,4 @@
-"""Retain probabilities and block sizes: what they may be, and how they go with the width."""
+"""Retain probabilities and block sizes: their ranges, and how they depend on the width."""
 
 from solver_plugins.dropblock.errors import BlockSizeError
 from solver_plugins.errors import OptionError
@@ -30,7 +30,7 @@ def check_block_size(block_size: int) -> int:
 
 
 def check_divides(block_size: int, *sizes: int) -> None:
-    """Raises BlockSizeError, which names the nearest block sizes that do, unless the block size divides all sizes."""
+    """Raises BlockSizeError, with the nearest valid block sizes, unless the block size divides all sizes."""
     if all(size % block_size == 0 for size in sizes):
         return
     fitting = [size for size in range(1, max(sizes) + 1) if all(n % size == 0 for n in sizes)]
@@ -47,7 +47,7 @@ def check_divides(block_size: int, *sizes: int) -> None:
 def theta_of_width(theta_bar: float, d: int, block_size: int) -> float:
     """Returns ``theta(d) = theta_bar r / (theta_bar r + (1 - theta_bar) d)`` (eq. 7).
 
-    Dropping at this rate regularises a layer of any width ``d`` alike: ``(1 - theta(d))/theta(d)`` grows as ``d/r``.
+    With this rate, layers of all widths ``d`` are regularised alike: ``(1 - theta(d))/theta(d)`` grows like ``d/r``.
 
     Args:
         theta_bar: The retain probability of a layer with a single block (``d = r``).
@@ -59,17 +59,17 @@ def theta_of_width(theta_bar: float, d: int, block_size: int) -> float:
 
 
 def theta_bar_of(theta: float, d: int, block_size: int) -> float:
-    """Returns the ``theta_bar`` whose ``theta(d)`` is ``theta``: :func:`theta_of_width` solved for its argument."""
+    """Returns the ``theta_bar`` whose ``theta(d)`` is ``theta``: the inverse of :func:`theta_of_width`."""
     kept = check_theta(theta) * _check_width(d)
     return kept / (kept + (1 - theta) * check_block_size(block_size))
 
 
 def seed_retain_probability(theta: float, block_size: int, dims: int = 1) -> float:
-    """Returns the probability ``theta^(1/r^dims)`` with which overlapping DropBlock starts no block at a position.
+    """Returns ``theta^(1/r^dims)``, the probability that overlapping DropBlock starts no block at a position.
 
     Each unit lies in ``r^dims`` possible blocks and is kept if none of them is dropped, so it is kept with probability
     ``theta``, as in the grid scheme. Section 5.3 of the paper prints ``1 - (1 - theta)^(1/(2k - 1))``, which confuses
-    "some block is dropped" with "all are".
+    "some block is dropped" with "all blocks are dropped".
     """
     return check_theta(theta) ** (1 / check_block_size(block_size) ** dims)
 

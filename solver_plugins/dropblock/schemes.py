@@ -1,6 +1,6 @@
-"""Which units are dropped together: schemes, by name or by a sampler.
+"""Schemes, by name or by a sampler: which units are dropped together.
 
-A scheme draws masks ``z`` with mean ``mu`` and says what dropping by them does on average (Lemma 3.1). Of the logits
+A scheme draws masks ``z`` with mean ``mu`` and knows their average effect (Lemma 3.1). For the logits
 ``U diag(z/mu) h`` of a last layer,
 
     sum_c Var(logit_c) = h^T (Cbar o U^T U) h,    Cbar_ij = Cov(z_i, z_j)/(mu_i mu_j)
@@ -18,17 +18,18 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from solver_plugins.dropblock.bits import all_in_window, draw_bits
+from solver_plugins.dropblock.bits import Device, Source, all_in_window, draw_bits
 from solver_plugins.dropblock.estimate import Estimate, estimate
 from solver_plugins.dropblock.retain import check_block_size, check_divides, check_theta, seed_retain_probability
 from solver_plugins.errors import OptionError, ShapeError
 from solver_plugins.registry import Registry
 
-Sampler = Callable[[int, tuple[int, ...], torch.Generator | None], Tensor]
+Shape = Sequence[int]
+Sampler = Callable[[int, tuple[int, ...], Source], Tensor]
 """``sampler(n, size, generator)`` draws ``n`` independent masks, a tensor of shape ``(n, *size)``."""
 
 ESTIMATE_SAMPLES = 2**14
-"""How many masks of a sampler are drawn where its characteristic matrix is needed and none is given."""
+"""The number of masks that are drawn to estimate the characteristic matrix of a sampler."""
 
 
 class Scheme(abc.ABC):
@@ -39,28 +40,21 @@ class Scheme(abc.ABC):
     @property
     @abc.abstractmethod
     def mean(self) -> float | Tensor:
-        """The mean ``mu`` of the mask, that of every unit or one per unit."""
+        """The mean ``mu`` of the mask: one number, or one number per unit."""
 
     @abc.abstractmethod
-    def mask(
-        self,
-        batch: Sequence[int],
-        size: Sequence[int],
-        *,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Draws one mask for each element of the batch, shape ``(*batch, *size)``; what is zero is dropped.
+    def mask(self, batch: Shape, size: Shape, *, device: Device = None, generator: Source = None) -> Tensor:
+        """Draws one mask for each element of the batch, shape ``(*batch, *size)``; units with a zero are dropped.
 
         Args:
             batch: The shape of the batch.
             size: ``(d,)`` for vectors, ``(height, width)`` for maps.
-            device: Where to draw.
-            generator: Where randomness comes from; the global state by default.
+            device: The device of the mask.
+            generator: The source of randomness; by default the global random state.
         """
 
     @abc.abstractmethod
-    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
+    def characteristic_matrix(self, size: Shape) -> Tensor:
         """Returns ``Cbar`` (eq. 16) in float64, for units in the order of ``flatten``."""
 
     def variance(self, weight: Tensor, features: Tensor) -> Tensor:
@@ -92,50 +86,9 @@ class Scheme(abc.ABC):
 
 
 @dataclass(frozen=True)
-class Dropout(Scheme):
-    """Every unit on its own."""
+class _BlockScheme(Scheme):
+    """A scheme that keeps every unit with probability ``theta``, and drops it together with its block."""
 
-    name: ClassVar[str] = "dropout"
-    theta: float
-    block_size: int = 1
-
-    def __post_init__(self) -> None:
-        check_theta(self.theta)
-        if check_block_size(self.block_size) != 1:
-            raise OptionError(
-                f"The scheme 'dropout' drops single units; found block_size={self.block_size}. "
-                "Take 'dropblock' or 'overlapping' for blocks."
-            )
-
-    @property
-    def mean(self) -> float:
-        return float(self.theta)
-
-    def mask(
-        self,
-        batch: Sequence[int],
-        size: Sequence[int],
-        *,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        return draw_bits((*batch, *size), self.theta, device, generator)
-
-    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
-        return _odds(self.theta) * torch.eye(math.prod(size), dtype=torch.float64)
-
-    def variance(self, weight: Tensor, features: Tensor) -> Tensor:
-        return _band(weight, features, [_odds(self.theta)])
-
-    def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
-        return _band(weight, features, [_odds(self.theta)], probabilities)
-
-
-@dataclass(frozen=True)
-class GridBlocks(Scheme):
-    """Whole blocks of a grid: the DropBlock of the paper (Algorithm 1)."""
-
-    name: ClassVar[str] = "dropblock"
     theta: float
     block_size: int
 
@@ -147,38 +100,71 @@ class GridBlocks(Scheme):
     def mean(self) -> float:
         return float(self.theta)
 
-    def mask(
-        self,
-        batch: Sequence[int],
-        size: Sequence[int],
-        *,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    @property
+    def odds(self) -> float:
+        """``(1 - theta) / theta``, the variance of a rescaled unit."""
+        return (1 - self.theta) / self.theta
+
+
+@dataclass(frozen=True)
+class Dropout(_BlockScheme):
+    """Every unit on its own."""
+
+    name: ClassVar[str] = "dropout"
+    block_size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size != 1:
+            raise OptionError(
+                f"The scheme 'dropout' drops single units; found block_size={self.block_size}. "
+                "Use 'dropblock' or 'overlapping' for blocks."
+            )
+
+    def mask(self, batch: Shape, size: Shape, *, device: Device = None, generator: Source = None) -> Tensor:
+        return draw_bits((*batch, *size), self.theta, device, generator)
+
+    def characteristic_matrix(self, size: Shape) -> Tensor:
+        return self.odds * torch.eye(math.prod(size), dtype=torch.float64)
+
+    def variance(self, weight: Tensor, features: Tensor) -> Tensor:
+        return _band(weight, features, [self.odds])
+
+    def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
+        return _band(weight, features, [self.odds], probabilities)
+
+
+@dataclass(frozen=True)
+class GridBlocks(_BlockScheme):
+    """Whole blocks of a grid: the DropBlock of the paper (Algorithm 1)."""
+
+    name: ClassVar[str] = "dropblock"
+
+    def mask(self, batch: Shape, size: Shape, *, device: Device = None, generator: Source = None) -> Tensor:
         check_divides(self.block_size, *size)
         mask = draw_bits((*batch, *(n // self.block_size for n in size)), self.theta, device, generator)
         for dim in range(-len(size), 0) if self.block_size > 1 else ():
             mask = mask.repeat_interleave(self.block_size, dim)
         return mask
 
-    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
+    def characteristic_matrix(self, size: Shape) -> Tensor:
         check_divides(self.block_size, *size)
         same = torch.ones(1, 1, dtype=torch.float64)
         for n in size:
             index = torch.arange(n) // self.block_size
             same = torch.kron(same, (index[:, None] == index).to(same))
-        return _odds(self.theta) * same
+        return self.odds * same
 
     def variance(self, weight: Tensor, features: Tensor) -> Tensor:
         w, h = self._blocks(weight), self._blocks(features)
-        return _odds(self.theta) * torch.einsum("...kr,krs,...ks->...", h, torch.einsum("akr,aks->krs", w, w), h)
+        return self.odds * torch.einsum("...kr,krs,...ks->...", h, torch.einsum("akr,aks->krs", w, w), h)
 
     def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
-        # What each block adds to each logit: the blocks are independent.
+        # The contribution of each block to each logit; blocks are independent.
         parts = torch.einsum("...kr,akr->...ka", self._blocks(features), self._blocks(weight))
         p = probabilities[..., None, :]
         middle = (p * parts).sum(-1, keepdim=True)
-        return _odds(self.theta) * (p * (parts - middle).square()).sum((-2, -1))
+        return self.odds * (p * (parts - middle).square()).sum((-2, -1))
 
     def _blocks(self, x: Tensor) -> Tensor:
         check_divides(self.block_size, x.shape[-1])
@@ -186,33 +172,16 @@ class GridBlocks(Scheme):
 
 
 @dataclass(frozen=True)
-class OverlappingBlocks(Scheme):
+class OverlappingBlocks(_BlockScheme):
     """Blocks anywhere, as in the original DropBlock; those that reach over the border are cut off.
 
-    With them every unit, at the border too, lies in ``r`` (maps: ``r^2``) possible blocks and is kept with probability
+    So every unit, even at the border, lies in ``r`` (maps: ``r^2``) possible blocks and is kept with probability
     ``theta`` at every size.
     """
 
     name: ClassVar[str] = "overlapping"
-    theta: float
-    block_size: int
 
-    def __post_init__(self) -> None:
-        check_theta(self.theta)
-        check_block_size(self.block_size)
-
-    @property
-    def mean(self) -> float:
-        return float(self.theta)
-
-    def mask(
-        self,
-        batch: Sequence[int],
-        size: Sequence[int],
-        *,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    def mask(self, batch: Shape, size: Shape, *, device: Device = None, generator: Source = None) -> Tensor:
         extended = (n + self.block_size - 1 for n in size)
         keep = draw_bits(
             (*batch, *extended), seed_retain_probability(self.theta, self.block_size, len(size)), device, generator
@@ -221,7 +190,7 @@ class OverlappingBlocks(Scheme):
             keep = all_in_window(keep, self.block_size, dim)
         return keep
 
-    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
+    def characteristic_matrix(self, size: Shape) -> Tensor:
         shared = torch.ones(1, 1, dtype=torch.float64)
         for n in size:
             index = torch.arange(n, dtype=torch.float64)
@@ -244,8 +213,8 @@ class SampledScheme(Scheme):
 
     Args:
         sampler: ``sampler(n, size, generator)`` draws ``n`` masks of the given size.
-        mean: The mean of a mask: a number, or a tensor of a mask's shape. By default it is estimated together with the
-            characteristic matrix, which the layers do not do: they need it.
+        mean: The mean of a mask: a number, or a tensor of a mask's shape. Layers need it. By default it is estimated
+            together with the characteristic matrix.
     """
 
     name = "sampled"
@@ -268,14 +237,7 @@ class SampledScheme(Scheme):
             )
         return self._mean
 
-    def mask(
-        self,
-        batch: Sequence[int],
-        size: Sequence[int],
-        *,
-        device: torch.device | str | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
+    def mask(self, batch: Shape, size: Shape, *, device: Device = None, generator: Source = None) -> Tensor:
         n = math.prod(batch)
         mask = self.sampler(n, tuple(size), generator)
         if not isinstance(mask, Tensor) or mask.shape != (n, *size):
@@ -283,16 +245,16 @@ class SampledScheme(Scheme):
             raise ShapeError(f"Expected the sampler to draw masks of shape {(n, *size)}; found {found}.")
         return mask.to(device).reshape(*batch, *size)
 
-    def characteristic_matrix(self, size: Sequence[int]) -> Tensor:
-        """Returns an estimate from 2^14 masks, drawn from a seed of its own: the same in every process."""
+    def characteristic_matrix(self, size: Shape) -> Tensor:
+        """Returns an estimate from 2^14 masks, drawn with a fixed seed, so it is the same in every process."""
         key = tuple(size)
         if key not in self._matrices:
             generator = torch.Generator().manual_seed(0)
             self._matrices[key] = self.estimate(key, ESTIMATE_SAMPLES, generator).matrix
         return self._matrices[key]
 
-    def estimate(self, size: Sequence[int], samples: int, generator: torch.Generator | None = None) -> Estimate:
-        """Estimates the characteristic matrix from so many masks."""
+    def estimate(self, size: Shape, samples: int, generator: Source = None) -> Estimate:
+        """Estimates the characteristic matrix from this many masks."""
         mean = self._mean.flatten() if isinstance(self._mean, Tensor) else self._mean
         return estimate(lambda n: self.mask((n,), size, generator=generator), math.prod(size), samples, mean)
 
@@ -300,13 +262,13 @@ class SampledScheme(Scheme):
         return f"SampledScheme({getattr(self.sampler, '__name__', self.sampler)!r})"
 
 
-SCHEMES: Registry[type[Dropout] | type[GridBlocks] | type[OverlappingBlocks]] = Registry("scheme")
+SCHEMES: Registry[type[_BlockScheme]] = Registry("scheme")
 for _scheme in (Dropout, GridBlocks, OverlappingBlocks):
     SCHEMES.register(_scheme.name, _scheme)
 
 
 def list_schemes() -> list[str]:
-    """Lists the names of schemes."""
+    """Returns the names of the schemes."""
     return SCHEMES.names()
 
 
@@ -316,18 +278,18 @@ def make_scheme(
     block_size: int | None = None,
     mean: float | Tensor | None = None,
 ) -> Scheme:
-    """Returns a scheme from what users give: a name, a scheme, or a sampler.
+    """Returns a scheme, given a name, a scheme, or a sampler.
 
     Args:
         scheme: "dropout", "dropblock" (on a grid), "overlapping", a :class:`Scheme`, or a sampler.
-        theta: The retain probability; of a name only.
-        block_size: The block size; of a name only.
-        mean: The mean of the masks; of a sampler only.
+        theta: The retain probability; only for a name.
+        block_size: The block size; only for a name.
+        mean: The mean of the masks; only for a sampler.
 
     Raises:
-        UnknownNameError: For an unknown name.
+        UnknownNameError: If the name is unknown.
         OptionError: If an option is missing, out of range, or given for a scheme that has its own.
-        BlockSizeError: If the block size is no positive whole number.
+        BlockSizeError: If the block size is not a positive whole number.
     """
     if isinstance(scheme, Scheme) or (callable(scheme) and not isinstance(scheme, type)):
         if theta is not None or block_size is not None:
@@ -344,10 +306,6 @@ def make_scheme(
     if block_size is None and made is not Dropout:
         raise OptionError(f"The scheme {scheme!r} needs a block_size.")
     return made(theta, 1 if block_size is None else block_size)
-
-
-def _odds(theta: float) -> float:
-    return (1 - theta) / theta
 
 
 def _band(weight: Tensor, features: Tensor, diagonals: Sequence[float], probabilities: Tensor | None = None) -> Tensor:

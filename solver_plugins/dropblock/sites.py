@@ -1,4 +1,4 @@
-"""The dropouts of a model: what each one sees, and whether structured dropout can take its place."""
+"""Finds the dropouts of a model, the inputs of each, and whether structured dropout can replace it."""
 
 import math
 import re
@@ -25,13 +25,13 @@ class Site:
     """One dropout.
 
     Attributes:
-        name: The module's name; of a function, the module that calls it.
+        name: The name of the module; for a function, of the module that calls it.
         module: The module; None for a function.
-        kind: The module's class, or the function.
+        kind: The class of the module, or the function.
         p: Its own rate.
-        block_size: Its own block size, of a DropBlock.
-        shapes: What it sees, once per call of the recorded pass.
-        dims: Over how many of the last dimensions blocks reach; None if that is not clear.
+        block_size: Its own block size, if it is a DropBlock.
+        shapes: The shapes of its inputs, one per call of the recorded pass.
+        dims: Blocks reach over this many of the last dimensions; None if that is not clear.
         reason: Why it cannot be converted, or None.
         coupled: Whether its channels share a mask.
     """
@@ -48,7 +48,7 @@ class Site:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What it sees at its first call, () if it is never called."""
+        """The shape of its input at the first call; () if it is never called."""
         return self.shapes[0] if self.shapes else ()
 
 
@@ -68,7 +68,7 @@ def find_sites(model: nn.Module, record: Record) -> list[Site]:
             sites.append(_dropout_site(name, module, by_module.get(id(module), []), graph))
         elif "Drop" in kind and not module._modules and not module._parameters:
             p = getattr(module, "drop_prob", getattr(module, "p", 0.0))
-            reason = f"{kind} is no dropout of single units"
+            reason = f"{kind} is not a dropout of single units"
             sites.append(Site(name, module, kind, float(p) if isinstance(p, int | float) else 0.0, reason=reason))
     return sites + _function_sites(graph)
 
@@ -103,7 +103,7 @@ def _dropout_site(name: str, module: _DropoutNd, calls: list[Call], graph: Graph
     if not isinstance(module, nn.Dropout):
         reason = "it keeps the statistics of SELU" if "Alpha" in kind else "it drops whole channels"
     elif type(module).forward is not nn.Dropout.forward:
-        reason = "its class has a forward of its own"
+        reason = "its class has its own forward"
     elif not calls:
         reason = "never called: a function such as scaled_dot_product_attention may read its rate"
     elif any(_is_attention(graph, call) for call in calls):
@@ -122,7 +122,7 @@ def _is_attention(graph: Graph, call: Call) -> bool:
 
 
 def _dims(graph: Graph, call: Call) -> int | None:
-    """Returns 2 for maps with the channels in front, 1 for vectors, sequences and maps with the features last."""
+    """Returns 2 for maps with channels first; 1 for vectors, sequences and maps with features last."""
     value = call.inputs[0].value
     rank = len(graph.record.values[value].shape)
     if rank < 4:
@@ -132,7 +132,7 @@ def _dims(graph: Graph, call: Call) -> int | None:
     for _ in range(_DEPTH):
         producer = graph.record.values[value].producer
         if producer is None:
-            # An image as it came: channels first is what torch's convolutions take.
+            # The input of the model, which may have channels first or last.
             return None
         source = graph.record.calls[producer]
         if source.module is not None:

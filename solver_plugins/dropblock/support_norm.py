@@ -1,36 +1,36 @@
 """The squared k-support norm of a vector (Argyriou, Foygel and Srebro, 2012), its dual and its proximal map.
 
-It is the tightest convex relaxation of sparsity together with an l2 penalty, and has the form
+It is the tightest convex relaxation of sparsity with an l2 penalty:
 
     |x|_k^2 = min { sum_i x_i^2/t_i : 0 <= t_i <= 1, sum_i t_i <= k }
 
-Of the singular values of a matrix it is the convex envelope of what DropBlock with blocks of ``k`` units induces
-(Theorem 2.3): the squared nuclear norm for ``k = 1``, the squared Frobenius norm for ``k >= rank``.
+Applied to singular values, it is the convex envelope of the regulariser that DropBlock with blocks of ``k`` units
+induces (Theorem 2.3): the squared nuclear norm for ``k = 1``, the squared Frobenius norm for ``k >= rank``.
 """
 
 import torch
 from torch import Tensor
 
 from solver_plugins.errors import OptionError, ShapeError
-from solver_plugins.prox.base import Step, step_like, widened
+from solver_plugins.prox.prior import Step, step_like, widened
 
 
 def k_support_norm_sq(x: Tensor, k: int) -> Tensor:
-    """Returns ``sum_{i < rho} a_i^2 + (sum_{i >= rho} a_i)^2 / (k - rho + 1)``, ``a`` the sorted ``|x_i|`` (eq. 11).
+    """Returns ``sum_{i < rho} a_i^2 + (sum_{i >= rho} a_i)^2 / (k - rho + 1)``, with the sorted ``a = |x|`` (eq. 11).
 
     ``rho`` is the largest number in 1..k with ``a_{rho-1} >= sum_{i >= rho} a_i / (k - rho + 1)`` (``a_0`` infinite).
-    The paper takes the one that maximises the value, which is always ``k``.
+    The paper takes the ``rho`` that maximises the value, which is always ``k``.
 
     Args:
         x: Of shape ``(..., n)``.
-        k: At least one; from ``n`` on it is the squared l2 norm.
+        k: At least one. For ``k >= n`` it is the squared l2 norm.
     """
     k = _check(x, k)
     a = widened(x).abs().sort(dim=-1, descending=True).values
     tail = _tail_sums(a)[..., :k]
     shares = tail / torch.arange(k, 0, -1, device=a.device, dtype=a.dtype)
     before = torch.cat([torch.full_like(a[..., :1], torch.inf), a[..., : k - 1]], dim=-1)
-    # Where it holds for one rho it holds for all smaller ones, but ties are decided by rounding: take the last.
+    # If it holds for one rho, it holds for all smaller ones; rounding decides ties, so take the last.
     place = torch.arange(k, device=a.device)
     rho = torch.where(before >= shares, place, 0).amax(-1, keepdim=True)
     squares = torch.where(torch.arange(a.shape[-1], device=a.device) < rho, a.square(), 0).sum(-1)
@@ -78,7 +78,7 @@ def shrink(a: Tensor, k: int, beta: Step) -> tuple[Tensor, Tensor, Tensor]:
     place = torch.arange(m.shape[-1], device=m.device)
     lowered = (place >= full[..., None]) & (place < (full + active)[..., None])
     total = torch.where(lowered, m, 0).sum(-1)
-    # beta/alpha; where nothing is lowered the number is not used.
+    # beta/alpha; not used if nothing is lowered.
     count = active.to(m.dtype)
     threshold = beta * total / torch.where(active > 0, k - full + beta * count, 1)
     x = torch.where(place < full[..., None], m / (1 + beta), 0)
@@ -88,7 +88,7 @@ def shrink(a: Tensor, k: int, beta: Step) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _segment(m: Tensor, k: int, beta: Step) -> tuple[Tensor, Tensor]:
-    """Returns how many ``t_i`` are one and how many lie between zero and one; ``m`` is sorted, largest first.
+    """Returns how many ``t_i`` are one, and how many lie between zero and one; ``m`` is sorted, largest first.
 
     ``s(alpha) = sum_i clip(alpha m_i - beta, 0, 1)`` is piecewise linear with the kinks ``beta/m_i`` and
     ``(1 + beta)/m_i``: find the two kinks between which it reaches ``k``.
@@ -105,7 +105,7 @@ def _segment(m: Tensor, k: int, beta: Step) -> tuple[Tensor, Tensor]:
 
     full, begun = counts(kinks)
     begun = torch.maximum(begun, full)
-    # From tail sums: differences of head sums would cancel where large entries stand before small ones.
+    # From tail sums, because differences of head sums cancel if large entries come before small ones.
     between = tails.gather(-1, full) - tails.gather(-1, begun)
     reached = full + kinks * between - beta * (begun - full).to(m.dtype)
     reached = torch.where(kinks.isfinite(), reached, torch.inf)

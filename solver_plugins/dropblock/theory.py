@@ -1,7 +1,7 @@
-"""What structured dropout minimises on average.
+"""The average objective of structured dropout.
 
-Samples are rows, as everywhere in torch: with inputs ``X`` (N, b), targets ``Y`` (N, a) and weights ``V`` (b, d),
-``U`` (a, d), the network is ``X V U^T``, and its hidden features are ``X V``. The paper's matrices are the transposes.
+Samples are rows, as usual in torch. With inputs ``X`` (N, b), targets ``Y`` (N, a) and weights ``V`` (b, d), ``U``
+(a, d), the network is ``X V U^T`` and its hidden features are ``X V``. The paper uses the transposed matrices.
 
     E_z |Y - X V diag(z/mu) U^T|^2 = |Y - X V U^T|^2 + <Cbar, U^T U o (X V)^T (X V)>      (Lemma 3.1)
 """
@@ -27,13 +27,13 @@ def characteristic_matrix(
     """Returns ``Cbar_ij = Cov(z_i, z_j)/(mu_i mu_j)`` (eq. 16) in float64.
 
     Args:
-        scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler. Named schemes are exact; for
-            a sampler it is estimated (see :func:`estimate_characteristic_matrix` for the error bars).
-        d: The width, or the size of a map; a map's units come in the order of ``flatten``.
+        scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler. The result is exact for named
+            schemes and estimated for a sampler (:func:`estimate_characteristic_matrix` also gives error bars).
+        d: The width, or the size of a map, whose units are in the order of ``flatten``.
         theta: The retain probability of a named scheme.
         block_size: The block size of a named scheme.
-        samples: How many masks of a sampler to draw.
-        generator: Where a sampler's randomness comes from.
+        samples: The number of masks to draw from a sampler.
+        generator: The source of randomness of a sampler.
     """
     made = make_scheme(scheme, theta, block_size)
     if isinstance(made, SampledScheme):
@@ -54,9 +54,9 @@ def estimate_characteristic_matrix(
     Args:
         sampler: ``sampler(n, size, generator)`` draws ``n`` masks of shape ``size``.
         d: The width, or the size of a map.
-        mean: The mean of a mask, if it is known; the error bars are smaller then.
-        samples: How many masks to draw.
-        generator: Where randomness comes from.
+        mean: The mean of a mask, if it is known; this makes the error bars smaller.
+        samples: The number of masks to draw.
+        generator: The source of randomness.
     """
     scheme = sampler if isinstance(sampler, SampledScheme) else SampledScheme(sampler, mean)
     return scheme.estimate(_size(d), samples, generator)
@@ -66,12 +66,12 @@ def omega(U: Tensor, features: Tensor, cbar: Tensor) -> Tensor:
     """Returns ``<Cbar, U^T U o H^T H>`` with the features ``H`` as rows (eq. 15), in O(d^2 (a + N)).
 
     Args:
-        U: Weights of the last layer, of shape ``(a, d)``: a ``nn.Linear``'s own.
+        U: Weights of the last layer, of shape ``(a, d)``, as in ``nn.Linear``.
         features: Inputs of the last layer, of shape ``(N, d)``.
         cbar: The characteristic matrix ``(d, d)``, or its diagonal ``(d,)``, which costs O(d (a + N)).
 
     Raises:
-        ShapeError: If the shapes do not go together.
+        ShapeError: If the shapes do not fit.
     """
     d = U.shape[-1]
     if U.ndim != 2 or features.ndim != 2 or features.shape[1] != d or cbar.shape not in ((d, d), (d,)):
@@ -88,11 +88,11 @@ def omega(U: Tensor, features: Tensor, cbar: Tensor) -> Tensor:
 def dropconnect_omega(outer: Tensor | None, weight: Tensor, inputs: Tensor, theta: float) -> Tensor:
     """Returns DropConnect's regulariser ``(1-theta)/theta sum_k |u_k|^2 v_k^T diag(M^T M) v_k``, for any inputs ``M``.
 
-    It is dropout's, as Theorem 4.1 has it, only where ``M^T M`` is diagonal: ``M`` varies by coordinate, not by sample.
+    It only equals the regulariser of dropout, as in Theorem 4.1, if ``M^T M`` is diagonal.
 
     Args:
-        outer: ``U`` of shape ``(a, d)``, the layer behind the one that drops; None if that is the last.
-        weight: The dropped weights ``(d, b)``: a ``nn.Linear``'s own, the transpose of the paper's ``V``.
+        outer: ``U`` of shape ``(a, d)``, the layer behind the one that drops; None if that is the last one.
+        weight: The dropped weights ``(d, b)``, as in ``nn.Linear``; the transpose of the paper's ``V``.
         inputs: ``M`` of shape ``(N, b)``, one sample per row.
         theta: The probability that a weight is kept.
     """
@@ -117,7 +117,7 @@ def deterministic_objective(U: Tensor, V: Tensor, X: Tensor | None, Y: Tensor, s
         V: Of shape ``(b, d)``.
         X: Of shape ``(N, b)``; None for the identity.
         Y: Of shape ``(N, a)``.
-        scheme: Which units are dropped.
+        scheme: The scheme.
     """
     features = V if X is None else X @ V
     return (Y - features @ U.mT).square().sum() + scheme.variance(U, features).sum()

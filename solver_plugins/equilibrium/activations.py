@@ -1,7 +1,7 @@
-"""Which activations an equilibrium may have, and their antiderivatives.
+"""The activations that an equilibrium may have, and their antiderivatives.
 
-Assumption 1 of the paper with ``L_sigma = 1``: elementwise, monotone, slopes in [0, 1]. That is just what the proximal
-map of a separable convex function is, so the table of :mod:`solver_plugins.prox` decides.
+Assumption 1 of the paper with ``L_sigma = 1``: elementwise, monotone, slopes in [0, 1]. These are the proximal maps of
+separable convex functions, so the table of :mod:`solver_plugins.prox` decides.
 """
 
 from typing import Any
@@ -18,8 +18,8 @@ def allowed_activation(activation: Activation, **parameters: Any) -> Prior:
     """Returns the prior whose proximal map at the unit step is ``activation``.
 
     Args:
-        activation: A module, function or name, as :func:`~solver_plugins.prox.prox_for` takes it.
-        **parameters: For a name: the parameters of that prior.
+        activation: A module, function or name, as for :func:`~solver_plugins.prox.prox_for`.
+        **parameters: If it is a name, the parameters of that prior.
 
     Raises:
         NotProximalError: If it is not elementwise, monotone and 1-Lipschitz (GELU, SiLU, softmax, ...).
@@ -28,7 +28,7 @@ def allowed_activation(activation: Activation, **parameters: Any) -> Prior:
     if not prior.separable:
         raise NotProximalError(
             f"Expected an activation that acts on each feature alone, is monotone and has slopes in [0, 1]; found "
-            f"{prior.name!r}, which mixes features. Use relu, tanh, softplus or another of list_priors('activation')."
+            f"{prior.name!r}, which mixes features. Use relu, tanh, softplus or any other of list_priors('activation')."
         )
     return prior
 
@@ -42,6 +42,6 @@ def antiderivative(prior: Prior, v: Tensor) -> Tensor:
 
 
 def _envelope(prior: Prior, v: Tensor) -> Tensor:
-    # d/dv is s itself: g is maximised over s, so only the explicit v counts (Danskin).
+    # The derivative by v is s: the expression is maximised over s, so only the explicit v counts (Danskin).
     s = prior.prox(v, 1.0).detach()
     return s * v - s * s / 2 - prior.g(s)

@@ -1,12 +1,12 @@
 """The implicit gradient of an equilibrium: ``y = w + J^T y`` at the fixed point.
 
-One layer: ``a (I - W^T D W) y = w`` is symmetric and positive definite, so conjugate gradients solve it, in fewer steps
-than any fixed-point iteration. Several layers: ``J`` is not symmetric, and minimal residuals (GMRES) do. The residual
-is checked; where it is too large the gradient of ``iters`` unrolled iterations, taken at the fixed point, is used
-instead, with a warning.
+With one layer, ``a (I - W^T D W) y = w`` is symmetric and positive definite, and conjugate gradients solve it in fewer
+steps than any fixed-point iteration. With several layers ``J`` is not symmetric, and minimal residuals (GMRES) solve
+it. The residual is checked: if it is too large, the gradient of ``iters`` unrolled iterations, taken at the fixed
+point, is used instead, with a warning.
 
-The gradients of weights and offsets by ``y`` need just what the product ``J^T y`` leaves at each layer, so the products
-that solve for ``y`` also yield them: nothing is recorded in the forward and no further pass is made.
+The gradients of weights and offsets only need what the product ``J^T y`` leaves at each layer. So the products that
+solve for ``y`` also give these gradients: the forward records nothing, and no further pass is needed.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from solver_plugins.gradients import conjugate_gradients
 
 @dataclass
 class BackwardReport:
-    """How the implicit backward went; filled when it runs.
+    """How the implicit backward went; written when it runs.
 
     Attributes:
         products: Products with the Jacobian.
@@ -39,15 +39,11 @@ class Adjoint:
     """Solves ``y = w + J^T y``.
 
     Attributes:
-        dims: The dimensions of one problem.
-        symmetric: Whether ``J`` is symmetric.
         config: Options of the forward solver.
-        report: Receives how it went.
-        label: Whose equilibrium it is, for warnings.
+        report: Receives the residual and the number of products.
+        label: The name of the module, for warnings.
     """
 
-    dims: tuple[int, ...]
-    symmetric: bool
     config: Any
     report: BackwardReport
     label: str
@@ -61,34 +57,36 @@ class Adjoint:
         return y * scale
 
     def pull(self, jacobian: Jacobian, w: Tensor) -> Pull:
-        """Returns what the product with ``J^T`` leaves at ``y``."""
+        """Returns what the product with ``J^T`` leaves at the solution ``y``."""
         w, scale = self._scaled(jacobian, w)
         y, pull = self._checked(jacobian, w, scale)
         return jacobian.pull(y * scale) if pull is None else pull
 
     def _scaled(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Tensor]:
-        # Gradients may be of any size, and their squares must not underflow.
+        # Gradients may have any scale, and their squares must not underflow.
         order = torch.channels_last if jacobian.channels_last else torch.contiguous_format
         w = w.to(jacobian.slopes[0].value.dtype, memory_format=order)
-        scale = w.abs().amax(self.dims, keepdim=True)
+        scale = w.abs().amax(jacobian.dims, keepdim=True)
         scale = torch.where(scale > 0, scale, 1.0)
         return w / scale, scale
 
     def _checked(self, jacobian: Jacobian, w: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Pull | None]:
-        """Returns ``y``, and with a scale what the product leaves at ``y * scale`` if it is known."""
+        """Returns ``y``, and, if a scale is given and it is known, what the product leaves at ``y * scale``."""
         pull: Pull | None = None
-        if self.symmetric:
-            y, residual, products = self._conjugate(jacobian, w)
-        else:
-            found = minimal_residuals(
-                jacobian,
-                w,
-                self.dims,
-                tolerance=self._tolerance(w),
-                products=self.config.implicit_iters,
-                pulls=scale is not None,
-                scale=scale,
+        tolerance = max(float(self.config.tol), torch.finfo(w.dtype).eps)
+        limit = self.config.implicit_iters
+        if jacobian.symmetric:
+            (unit,), (slope,) = jacobian.units, jacobian.slopes
+            y, residual, products = conjugate_gradients(
+                lambda y: y - unit.curvature(slope, y),
+                w / jacobian.alpha,
+                jacobian.dims,
+                limit,
+                tolerance=tolerance,
+                stop=not torch.compiler.is_compiling(),
             )
+        else:
+            found = minimal_residuals(jacobian, w, tolerance, limit, pulls=scale is not None, scale=scale)
             y, pull, residual, products = found.y, found.pull, found.residual, found.products
         if torch.compiler.is_compiling():
             return y, pull
@@ -106,17 +104,3 @@ class Adjoint:
         for _ in range(self.config.iters - 1):
             y = w + jacobian.transposed(y)
         return y, None
-
-    def _conjugate(self, jacobian: Jacobian, w: Tensor) -> tuple[Tensor, Tensor, int]:
-        (unit,), (slope,) = jacobian.units, jacobian.slopes
-        return conjugate_gradients(
-            lambda y: y - unit.curvature(slope, y),
-            w / jacobian.alpha,
-            self.dims,
-            self.config.implicit_iters,
-            tolerance=self._tolerance(w),
-            stop=not torch.compiler.is_compiling(),
-        )
-
-    def _tolerance(self, w: Tensor) -> float:
-        return max(float(self.config.tol), torch.finfo(w.dtype).eps)

@@ -1,12 +1,12 @@
-"""Feedforward networks as equilibria (Lemmas 1 and 2), with the errata of the printed proofs corrected.
+"""Feedforward networks as equilibria (Lemmas 1 and 2), with corrections of the printed proofs.
 
-Both rest on factors ``W_l`` with ``W_{l+1} W_l^T = A_{l+1}``. Here the state has one block of coordinates per hidden
-layer, ``E_l`` the embedding of block ``l``, and
+Both need factors ``W_l`` with ``W_{l+1} W_l^T = A_{l+1}``. Here the state has one block of coordinates per hidden
+layer. With ``E_l`` the embedding of block ``l``,
 
     W_1 = E_1^T,    W_l = A_l E_{l-1}^T + E_l^T
 
-so nothing has to be inverted. (Lemma 4 takes right inverses in the smaller space of the widest layer; its factor has
-full rank, as its next use needs, only if ``A_l`` has.)
+so nothing has to be inverted. (Lemma 4 takes right inverses in the smaller space of the widest layer. Its factor must
+have full rank, but only has it if ``A_l`` does.)
 """
 
 from collections.abc import Sequence
@@ -48,16 +48,16 @@ def universal_weights(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def deep_opteq_of(linears: Sequence[nn.Linear], activation: Activation = "relu") -> nn.Sequential:
-    """Returns a :class:`DeepOptEq` with a linear layer behind it that computes what a network does (Lemma 2).
+    """Returns a :class:`DeepOptEq` and a linear layer that together compute the same as a network (Lemma 2).
 
-    The printed proof sets ``W_1 = 0``, which makes the first layer's output ``W_1^T s(...)`` zero, too. What is needed
-    is ``W_1 z = 0`` at the equilibrium, that is ``W_1 W_L^T = 0``; it holds for three hidden layers or more. Fewer are
-    filled up with identities, which takes an activation with ``s(s(v)) = s(v)`` (ReLU, clips). Weights may be larger
-    than 1 in norm; the plain iteration is at rest after two steps all the same.
+    The printed proof sets ``W_1 = 0``, which makes the first layer's output ``W_1^T s(...)`` zero, too. What it needs
+    is ``W_1 z = 0`` at the equilibrium, that is ``W_1 W_L^T = 0``, which holds for three hidden layers or more. If
+    there are fewer, identities are added, which requires an activation with ``s(s(v)) = s(v)`` (ReLU, clips). Weights
+    may be larger than 1 in norm; the plain iteration still comes to rest after two steps.
 
     Args:
-        linears: The layers of the network, with the activation between them.
-        activation: The activation.
+        linears: The linear layers of the network.
+        activation: The activation between them.
 
     Raises:
         OptionError: If there are fewer than three hidden layers and the activation is not idempotent.

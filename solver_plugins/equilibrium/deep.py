@@ -1,4 +1,4 @@
-"""Networks that are defined by their equilibrium."""
+"""Networks whose output is an equilibrium."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -23,15 +23,15 @@ from solver_plugins.operators.precision import autocast_off
 
 @dataclass(frozen=True)
 class Equilibrium:
-    """A state at rest, and how it was found; numbers per sample have the shape of the input's batch.
+    """An equilibrium and how it was found; numbers per sample have the shape of the input's batch.
 
     Attributes:
         value: ``z``.
         residual: ``|T(z) - z| / |T(z)|`` at the last point where the map was evaluated.
         iterations: Evaluations of the map until the sample was done.
         contraction: The mean factor per iteration by which ``|T(z) - z|`` changed; below 1 it converges.
-        evaluations: Evaluations of the map, of the whole batch; several layers begin at the value of the last one at
-            zero, a sixth of an evaluation for three of them, which is not counted.
+        evaluations: Evaluations of the map for the whole batch. Several layers start at the last layer's value at
+            zero, which is not counted (a sixth of an evaluation for three layers).
         backward: How the implicit backward went, once it has run.
     """
 
@@ -46,23 +46,23 @@ class Equilibrium:
 class DeepOptEq(nn.Module):
     """The equilibrium ``z = f_L o ... o f_1(z, x)`` of layers ``f_l = a W_l^T s(W_l z + U_l x + b_l) + (1 - a) z``.
 
-    Equations (4) and (5). ``forward(x)`` returns ``z``, a vector or feature maps of the size of ``x``. With one layer
-    it minimises the convex ``h`` of Theorem 1 (:func:`~solver_plugins.equilibrium.objective`), and ``a`` is only a
-    step. Computation is done in float32 at least, autocast or not: tolerances lie below the rounding of half precision.
+    Equations (4) and (5). ``forward(x)`` returns ``z``, a vector or feature maps of the size of ``x``. With one layer,
+    ``z`` minimises the convex ``h`` of Theorem 1 (:func:`~solver_plugins.equilibrium.objective`), and ``a`` is only a
+    step. Solves run in float32 at least, even under autocast, because half precision cannot reach the tolerances.
 
     Args:
-        layers: The layers; all with the same state.
+        layers: The layers; all have the same state.
         alpha: ``a`` in (0, 1].
         solver: A registered solver: "anderson", "fixed_point", "fista" (one layer), "sam".
         regularizer: A feature regulariser: a registered name, ``{"name": ..., ...}`` with its parameters, or an
-            instance. With ``solver="sam"`` it chooses among fixed points (section 4.2), with any other its proximal
-            map is appended to the layers (section 4.1).
+            instance. With ``solver="sam"`` it chooses among fixed points (section 4.2). With other solvers its
+            proximal map is appended to the layers (section 4.1).
         lam: Weight of the regulariser.
-        **options: Options of the solver: ``iters``, ``tol``, ``grad``, ``implicit_iters``, ``implicit_tol``, and more.
+        **options: Options of the solver: ``iters``, ``tol``, ``gradient``, ``implicit_iters``, ``implicit_tol``, ...
 
     Raises:
-        OptionError: If an option is unknown, out of range, or does not go with another one.
-        ShapeError: If the layers do not have one state.
+        OptionError: If an option is unknown, out of range, or incompatible with another one.
+        ShapeError: If the layers have different states.
     """
 
     residual: Tensor
@@ -83,7 +83,7 @@ class DeepOptEq(nn.Module):
             raise OptionError(
                 f"Expected one OptEqLayer or more; found {[type(layer).__name__ for layer in self.layers]}."
             )
-        states = [(layer.state_features, layer._geometry.dims) for layer in self._units()]
+        states = [(layer.state_features, layer._geometry.dims) for layer in self._layers()]
         if len(set(states)) > 1:
             raise ShapeError(f"Expected layers with one state; found states of {', '.join(str(n) for n, _ in states)}.")
         if not 0 < alpha <= 1:
@@ -105,13 +105,13 @@ class DeepOptEq(nn.Module):
         """Returns the equilibrium ``z`` for inputs ``x``: ``[..., inputs]``, or ``[..., channels, height, width]``.
 
         Raises:
-            DivergenceError: If there is none to be found: weights with ``|W| > 1``, or numbers that are not finite.
+            DivergenceError: If none is found because ``|W| > 1``, or because numbers are not finite.
         """
         return self.solve(x).value
 
     def solve(self, x: Tensor) -> Equilibrium:
-        """Returns the equilibrium with how it was found; arguments and errors as in :meth:`forward`."""
-        first = self._units()[0]
+        """Returns the equilibrium and how it was found; arguments and errors as in :meth:`forward`."""
+        first = self._layers()[0]
         rank = first._geometry.dims + 1
         self._check_input(x, rank)
         batch = x.shape[: x.ndim - rank]
@@ -139,46 +139,46 @@ class DeepOptEq(nn.Module):
     def problem(self, x: Tensor) -> EquilibriumProblem:
         """Returns the fixed-point problem of a batch ``x``, with one batch dimension, as a pure map."""
         regularization = None
-        # What is defined on a batch acts in training only: a prediction must not depend on its neighbours.
+        # A regulariser of the batch only acts in training, because a prediction must not depend on its neighbours.
         if self.regularizer is not None and (self.training or not self.regularizer.of_batch):
             regularization = Regularization(self.regularizer, self.lam)
-        units = tuple(layer.unit(x) for layer in self._units())
+        units = tuple(layer.unit(x) for layer in self._layers())
         if self.solver.chooses:
             return EquilibriumProblem(units, self.alpha, chosen=regularization)
         return EquilibriumProblem(units, self.alpha, appended=regularization)
 
     def certified_norms(self) -> dict[str, Tensor]:
         """Returns a certified upper bound on ``|W|`` of every layer, by name."""
-        return {f"layers.{index}": layer.certified_norm() for index, layer in enumerate(self._units())}
+        return {f"layers.{index}": layer.certified_norm() for index, layer in enumerate(self._layers())}
 
     def project(self) -> dict[str, Tensor]:
         """Scales every ``W`` to a certified norm within its bound; returns the norms that they had, by name."""
-        return {f"layers.{index}": layer.project() for index, layer in enumerate(self._units())}
+        return {f"layers.{index}": layer.project() for index, layer in enumerate(self._layers())}
 
     def extra_repr(self) -> str:
         """Returns what the submodules do not show."""
         regularizer = "" if self.regularizer is None else f", regularizer={self.regularizer!r}, lam={self.lam:g}"
         return f"alpha={self.alpha:g}, solver={self.solver!r}{regularizer}"
 
-    def _units(self) -> list[OptEqLayer]:
+    def _layers(self) -> list[OptEqLayer]:
         return list(self.layers)  # type: ignore[arg-type]
 
     def _check_input(self, x: Tensor, rank: int) -> None:
         if x.ndim < rank:
             kind = "(..., features)" if rank == 1 else "(..., channels, height, width)"
             raise ShapeError(f"Expected an input of shape {kind}; found {tuple(x.shape)}.")
-        weight = self._units()[0].W.weight
+        weight = self._layers()[0].W.weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise InputError(f"Expected an input of {weight.dtype}, as the weights are; found {x.dtype}.")
 
     def _run(self, problem: EquilibriumProblem, report: BackwardReport) -> tuple[Tensor, Run]:
         config: Any = self.solver.config
-        if config.grad == "unrolled":
+        if config.gradient == "unrolled":
             run = unroll(self.solver, problem)
             self._inspect(problem, run, expects_convergence=False)
             return run.value, run
         record = torch.is_grad_enabled()
-        # Under torch.compile autograd takes care of the weights: a function of our own would have to be traced.
+        # Under torch.compile autograd handles the weights, because our own autograd function would have to be traced.
         explicit = problem.explicit and not torch.compiler.is_compiling()
         with torch.no_grad():
             solved = problem.prepared() if explicit else problem
@@ -193,21 +193,21 @@ class DeepOptEq(nn.Module):
             return run.value, run
         jacobian = run.jacobian
         assert jacobian is not None
-        adjoint = Adjoint(problem.dims, problem.symmetric, config, report, type(self).__name__)
+        adjoint = Adjoint(config, report, type(self).__name__)
         if explicit:
             return with_gradient(run.value, problem, jacobian, adjoint), run
         return with_adjoint(run.value, lambda w: adjoint.solve(jacobian, w)), run
 
     def _turns(self, x: Tensor) -> bool:
-        """Whether feature maps are solved for with their channels last, as :meth:`EquilibriumProblem.prepared` says."""
+        """Whether the solve uses feature maps with channels last; see :meth:`EquilibriumProblem.prepared`."""
         if x.ndim != 4 or x.device.type != "cpu" or torch.compiler.is_compiling() or self.regularizer is not None:
             return False
-        priors = (layer.prior for layer in self._units())
+        priors = (layer.prior for layer in self._layers())
         config: Any = self.solver.config
-        return config.grad == "implicit" and not any(prior.learnable or prior.opaque for prior in priors)
+        return config.gradient == "implicit" and not any(prior.learnable or prior.opaque for prior in priors)
 
     def _inspect(self, problem: EquilibriumProblem, run: Run, expects_convergence: bool) -> bool:
-        """Writes the residual down; raises where the solve diverged; says whether its residual can be trusted."""
+        """Stores the residual, raises if the solve diverged, and returns whether its gradient may be implicit."""
         config: Any = self.solver.config
         with torch.no_grad():
             worst = run.residual.amax()
@@ -218,7 +218,7 @@ class DeepOptEq(nn.Module):
             residual, grown = torch.stack([worst, grew.to(worst.dtype)]).tolist()
         if residual <= config.implicit_tol:
             return True
-        # Looked at only when something is wrong.
+        # Norms are only computed when something is wrong.
         large = self._large_norms() if grown or not math.isfinite(residual) or expects_convergence else ""
         if not math.isfinite(residual) or (grown and large):
             cause = self._cause(problem) or large or "The map overflows. "
@@ -232,13 +232,13 @@ class DeepOptEq(nn.Module):
             warn(
                 f"{type(self).__name__}: after {run.evaluations} evaluations the residual is about {residual:.0e}, "
                 f"above implicit_tol={config.implicit_tol:.0e}{fallback}. {large}Raise iters, lower the norm of W, or "
-                "use grad='unrolled'.",
+                "use gradient='unrolled'.",
                 NotConvergedWarning,
             )
         return not expects_convergence
 
     def _cause(self, problem: EquilibriumProblem) -> str:
-        for index, (layer, unit) in enumerate(zip(self._units(), problem.units, strict=True)):
+        for index, (layer, unit) in enumerate(zip(self._layers(), problem.units, strict=True)):
             for name, parameter in layer.named_parameters():
                 if not torch.isfinite(parameter).all():
                     return f"layers.{index}.{name} holds numbers that are not finite. "
@@ -248,7 +248,7 @@ class DeepOptEq(nn.Module):
 
     def _large_norms(self) -> str:
         found = []
-        for index, layer in enumerate(self._units()):
+        for index, layer in enumerate(self._layers()):
             kernel = layer.kernel().detach()
             if torch.isfinite(kernel).all():
                 norm = float(lipschitz_from_kernel(kernel, layer._geometry, method="power").sqrt())
@@ -265,7 +265,7 @@ def _order_of(x: Tensor) -> torch.memory_format:
 def project_weights(model: nn.Module) -> dict[str, Tensor]:
     """Scales every ``W`` of every equilibrium in a model to a certified norm within its bound.
 
-    Call it after optimizer steps where ``constraint="none"``:
+    With ``constraint="none"``, call it after optimizer steps:
     ``optimizer.register_step_post_hook(lambda *_: project_weights(model))``.
 
     Returns:

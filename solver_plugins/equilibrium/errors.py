@@ -1,11 +1,11 @@
-"""Errors of this room."""
+"""Errors of equilibria and their heads."""
 
 from solver_plugins.errors import SolverPluginsError
 
 
 class DivergenceError(SolverPluginsError, ArithmeticError):
-    """An equilibrium iteration grew instead of settling, or met numbers that are not finite."""
+    """An equilibrium iteration grew instead of settling, or produced numbers that are not finite."""
 
 
 class HeadError(SolverPluginsError, ValueError):
-    """A model that an equilibrium head cannot be attached to, or removed from."""
+    """An equilibrium head cannot be attached to a model, or removed from it."""

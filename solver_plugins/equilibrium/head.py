@@ -1,7 +1,7 @@
 """A classifier whose features are an equilibrium: backbone features -> equilibrium -> classes."""
 
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from torch import Tensor, nn
@@ -10,12 +10,15 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium.activations import allowed_activation
 from solver_plugins.equilibrium.deep import DeepOptEq
 from solver_plugins.equilibrium.layer import OptEqLayer
+from solver_plugins.equilibrium.solvers.solver import RENAMED
 
 _WIDEST = 512
 
 
 class DeepOptEqConfig(StrictConfig):
     """Options of a :class:`DeepOptEq` and of its layers, as plain JSON values."""
+
+    hints: ClassVar[Mapping[str, str]] = RENAMED
 
     alpha: float = pydantic.Field(0.8, gt=0, le=1, description="Step of the layers.")
     activation: str | dict[str, Any] = pydantic.Field(
@@ -24,9 +27,9 @@ class DeepOptEqConfig(StrictConfig):
     constraint: Literal["aol", "none"] = pydantic.Field("aol", description="How |W| stays bounded; see OptEqLayer.")
     norm: float = pydantic.Field(0.9, gt=0, le=1, description="Bound on |W|.")
     solver: str = pydantic.Field("anderson", description="Registered equilibrium solver.")
-    iters: int = pydantic.Field(20, ge=1, description="At most so many evaluations; unrolled, exactly so many.")
-    grad: Literal["implicit", "unrolled"] | None = pydantic.Field(
-        None, description="'implicit' (default) or 'unrolled' (the only one of solver='sam')."
+    iters: int = pydantic.Field(20, ge=1, description="Largest number of evaluations; unrolled, the exact number.")
+    gradient: Literal["implicit", "unrolled"] | None = pydantic.Field(
+        None, description="'implicit' (default) or 'unrolled' (the only choice for solver='sam')."
     )
     regularizer: str | dict[str, Any] | None = pydantic.Field(None, description="Feature regulariser, with parameters.")
     lam: float = pydantic.Field(0.1, ge=0, description="Weight of the regulariser.")
@@ -43,7 +46,7 @@ class DeepOptEqConfig(StrictConfig):
 
     def equilibrium(self, layers: Iterable[OptEqLayer]) -> DeepOptEq:
         """Returns the equilibrium of layers that were made with :meth:`layer_options`."""
-        own = ("solver", "regularizer", "lam", "iters", "tol") + (() if self.grad is None else ("grad",))
+        own = ("solver", "regularizer", "lam", "iters", "tol") + (() if self.gradient is None else ("gradient",))
         return DeepOptEq(layers, self.alpha, **{name: getattr(self, name) for name in own}, **self.solver_args)
 
 
@@ -69,7 +72,7 @@ class OptEqHead(nn.Module):
     Attributes:
         equilibrium: The :class:`DeepOptEq`; ``head.equilibrium.solve(x)`` tells how a solve went.
         output: The last, linear layer.
-        replaced: The layer in whose place the head stands, no submodule of it; empty where there is none.
+        replaced: The layer that the head replaces, in a tuple so that it is not a submodule; may be empty.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Gives an equilibrium its gradient, without a recorded evaluation of the map."""
+"""Attaches the gradient to an equilibrium, without a recorded evaluation of the map."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from solver_plugins.operators.precision import autocast_off
 
 
 def with_gradient(value: Tensor, problem: EquilibriumProblem, jacobian: Jacobian, adjoint: Adjoint) -> Tensor:
-    """Returns ``value``, an equilibrium of an explicit problem, with its gradient by weights and offsets.
+    """Returns ``value``, an equilibrium of an explicit problem, with its gradient for weights and offsets.
 
     Args:
         value: ``z``, not recorded.
-        problem: The problem, with live weights and offsets.
+        problem: The problem; its weights and offsets get the gradients.
         jacobian: Its Jacobian at ``z``.
         adjoint: Solves ``y = w + J^T y``.
     """
@@ -29,18 +29,18 @@ def with_gradient(value: Tensor, problem: EquilibriumProblem, jacobian: Jacobian
 
 
 class _Equilibrium(torch.autograd.Function):
-    """A constant, with the implicit gradient as its backward; a second derivative is refused."""
+    """A constant whose backward is the implicit gradient; a second derivative is refused."""
 
     @staticmethod
     def forward(value: Tensor, emptied: Jacobian, adjoint: Adjoint, *tensors: Tensor | None) -> Tensor:
-        # A view could not be changed in place by the layers that follow.
+        # Not a view, which later layers could not change in place.
         return value.clone()
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         _, ctx.emptied, ctx.adjoint, *tensors = inputs
         depth = len(ctx.emptied.units)
-        # Saved by autograd: it frees them, and says so where a weight was changed before the backward.
+        # Saved by autograd, which frees them, and raises if a weight was changed before the backward.
         ctx.save_for_backward(*tensors[:depth], *tensors[2 * depth :])
 
     @staticmethod

@@ -19,10 +19,11 @@ class OptEqLayer(nn.Module):
     """The unit layer ``f(z, x) = a W^T s(W z + U x + b) + (1 - a) z`` of equation (5).
 
     With ``|W| <= 1`` it is a mixture of the identity and the proximal map of a convex function (Theorem 1). The step
-    ``a`` belongs to the network (:class:`DeepOptEq`) and is 1 where it is not given.
+    ``a`` belongs to the network (:class:`DeepOptEq`) and is 1 by default.
 
     Args:
-        W: A Linear or Conv2d without bias from the state ``z`` to the hidden features; its weights are drawn anew.
+        W: A Linear or Conv2d without bias from the state ``z`` to the hidden features; its weights are initialised
+            again.
         U: A Linear or Conv2d from the input ``x`` to the hidden features, with or without the bias ``b``.
         activation: ``s``: monotone with slopes in [0, 1], as a module, function or name ("relu", "tanh", ...).
         constraint: How ``|W|`` stays bounded. "aol": by construction, whatever training does to the weight (see
@@ -32,12 +33,12 @@ class OptEqLayer(nn.Module):
 
     Raises:
         NotProximalError: If the activation is not allowed.
-        OptionError: If the constraint or the norm is none of these.
+        OptionError: If the constraint is unknown, or the norm is out of range.
         ShapeError: If ``W`` has a bias, or the two layers do not fit.
     """
 
     weights_read_directly: ClassVar[tuple[str, ...]] = ("W",)
-    """Layers that are never called: hooks on them would wait in vain (ProxProp leaves them alone)."""
+    """Layers that are never called, so hooks on them never run (ProxProp skips them)."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class OptEqLayer(nn.Module):
             )
         check_norm(norm)
         self.prior = allowed_activation(activation)
-        # A module with parameters of its own (PReLU) has to be found by optimizers.
+        # Optimizers have to find a module with its own parameters (PReLU).
         self.activation = activation if isinstance(activation, nn.Module) else None
         _check_layers(W, U)
         self.W, self.U = W, U
@@ -63,7 +64,7 @@ class OptEqLayer(nn.Module):
         initialise_(W, norm)
         self._geometry = geometry_of(W)
         if constraint == "aol":
-            # Raises now, not in the first forward pass, where it cannot.
+            # Raises an error for an unsupported convolution now, not in the first forward pass.
             with torch.no_grad():
                 rescaled_kernel(W.weight, self._geometry, norm)
 
@@ -76,7 +77,7 @@ class OptEqLayer(nn.Module):
         Args:
             state: Length of ``z``.
             inputs: Length of ``x``.
-            hidden: Rows of ``W``; as many as ``state`` if not given.
+            hidden: Rows of ``W``; by default ``state``.
             device: Where to make the weights.
             **options: ``activation``, ``constraint``, ``norm``, as in the constructor; and ``dtype``.
         """
@@ -102,10 +103,10 @@ class OptEqLayer(nn.Module):
         Args:
             state: Channels of ``z``.
             inputs: Channels of ``x``.
-            hidden: Channels of ``W z``; as many as ``state`` if not given.
+            hidden: Channels of ``W z``; by default ``state``.
             kernel_size: Taps of ``W`` per dimension, an odd number.
-            inject_size: Those of ``U``; as many as ``kernel_size`` if not given.
-            stride: Of both: hidden features may be of a lower resolution than the state.
+            inject_size: Taps of ``U`` per dimension; by default ``kernel_size``.
+            stride: The stride of both; hidden features may have a lower resolution than the state.
             device: Where to make the weights.
             **options: ``activation``, ``constraint``, ``norm``, as in the constructor; and ``dtype``.
         """
@@ -124,7 +125,7 @@ class OptEqLayer(nn.Module):
         return self.W.weight.shape[1]
 
     def kernel(self) -> Tensor:
-        """Returns the weight that the layer applies: the constrained one."""
+        """Returns the weight that the layer applies, after the constraint."""
         if self.constraint == "aol":
             return rescaled_kernel(self.W.weight, self._geometry, self.norm)
         return self.W.weight
@@ -137,12 +138,12 @@ class OptEqLayer(nn.Module):
     def project(self) -> Tensor:
         """Scales ``W`` so that its certified norm is at most ``norm``; returns the norm that it had.
 
-        Nothing is to be done where the constraint holds by construction.
+        If the constraint holds by construction, ``W`` stays unchanged.
         """
         return self.certified_norm() if self.constraint == "aol" else project_(self.W, self.norm)
 
     def unit(self, x: Tensor, dtype: torch.dtype | None = None) -> Unit:
-        """Returns the unit for an input: the map of ``z`` alone, computed in ``dtype``.
+        """Returns the unit for an input: a map of ``z`` alone, computed in ``dtype``.
 
         Raises:
             ShapeError: If ``U x`` has another size than ``W z``.
@@ -152,7 +153,7 @@ class OptEqLayer(nn.Module):
         space = tuple(x.shape[-self._geometry.dims :]) if self._geometry.dims else ()
         operator = operator_from_kernel(kernel, self._geometry, (self.state_features, *space))
         offset = self._injected(x.to(dtype), dtype)
-        expected = (operator.out_features, *getattr(operator, "output_size", ()))
+        expected = operator.output_shape
         if tuple(offset.shape[-len(expected) :]) != expected:
             raise ShapeError(
                 f"Expected U x of shape (..., {', '.join(map(str, expected))}), as W z has; found "
@@ -171,7 +172,7 @@ class OptEqLayer(nn.Module):
     def _injected(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if self.U.weight.dtype == dtype:
             return self.U(x)
-        # Half-precision weights; the solve is done in float32, as its tolerance is far below their rounding.
+        # The weights are in half precision; the solve runs in float32, because its tolerance is below their rounding.
         wide = {name: parameter.to(dtype) for name, parameter in self.U.named_parameters()}
         return torch.func.functional_call(self.U, wide, (x,))
 

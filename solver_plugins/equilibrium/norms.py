@@ -1,7 +1,7 @@
-"""Norms of the weights of an equilibrium: certified, projected, or certified by construction.
+"""Bounds on the norms of an equilibrium's weights: certified, projected, or certified by construction.
 
-``|W| <= 1`` makes the map nonexpansive, and ``|W| < 1`` gives it exactly one fixed point. A convolution's norm is that
-of the whole operator, for every input size; that of its reshaped kernel can be far too small.
+``|W| <= 1`` makes the map nonexpansive, and ``|W| < 1`` gives it exactly one fixed point. The norm of a convolution is
+that of the whole operator, for every input size; the norm of its reshaped kernel can be much too small.
 """
 
 import torch
@@ -22,8 +22,8 @@ def certified_norm(kernel: Tensor, geometry: Geometry, tolerance: float = 0.02) 
 def project_(layer: nn.Module, norm: float = 1.0) -> Tensor:
     """Scales a layer's weight in place so that its certified norm is at most ``norm``; returns the norm that it had.
 
-    Scaling keeps all directions; the nearest point of the ball would clip singular values, which for a convolution of
-    finite size has no closed form.
+    Scaling keeps all directions. The nearest point of the ball would clip singular values, which has no closed form for
+    a convolution of finite size.
     """
     check_norm(norm)
     kernel, geometry = read_layer(layer)
@@ -35,7 +35,7 @@ def project_(layer: nn.Module, norm: float = 1.0) -> Tensor:
 
 @torch.no_grad()
 def initialise_(layer: nn.Module, norm: float) -> None:
-    """Draws orthogonal weights, scaled to the certified norm ``norm``; on the meta device nothing is drawn."""
+    """Draws orthogonal weights and scales them to the certified norm ``norm``; does nothing on the meta device."""
     kernel, geometry = read_layer(layer)
     if kernel.is_meta:
         return
@@ -46,7 +46,7 @@ def initialise_(layer: nn.Module, norm: float) -> None:
 
 
 def _scale_down(kernel: Tensor, factor: float) -> None:
-    # Rounding, of the product and of the number itself, must not lead above the bound.
+    # Rounding the product and the factor must not lead above the bound.
     kernel.mul_(factor * (1 - 2 * torch.finfo(kernel.dtype).eps))
 
 
@@ -65,7 +65,7 @@ def rescaled_kernel(kernel: Tensor, geometry: Geometry, norm: float = 1.0) -> Te
         scale = wide.detach().abs().amax().clamp_min(torch.finfo(wide.dtype).tiny)
         wide = wide / scale
         sums = _gram_sums(wide, geometry)
-        # Rounding of the sums and of the result; zero columns stay zero.
+        # Makes room for the rounding of the sums and of the result; zero columns stay zero.
         slack = norm * (1 - 64 * torch.finfo(wide.dtype).eps)
         factors = slack * sums.clamp_min(torch.finfo(wide.dtype).eps ** 2).rsqrt()
         return wide * factors.reshape((1, -1) + (1,) * (kernel.ndim - 2))
@@ -81,7 +81,7 @@ def _gram_sums(kernel: Tensor, geometry: Geometry) -> Tensor:
             f"convolution with dims={geometry.dims}, groups={geometry.groups}, padding_mode={geometry.padding_mode!r}. "
             "Use constraint='none' and project_weights."
         )
-    # Dilation moves taps apart and leaves all sums as they are; a stride drops outputs and only lowers the norm.
+    # Dilation moves taps apart and does not change the sums; a stride drops outputs, which only lowers the norm.
     swapped = kernel.transpose(0, 1)
     pads = [taps - 1 for taps in kernel.shape[2:]]
     return functional.conv2d(swapped, swapped, padding=pads).abs().sum((0, 2, 3))

@@ -1,14 +1,14 @@
 """The functions that equilibria minimise: ``h`` of one layer, the block objective of two (Theorems 1 and 2).
 
 With ``psi(z) = 1^T S(W z + c)``, ``S' = s``, a unit layer is ``grad psi = prox_phi`` for the convex
-``phi = psi* - |.|^2/2``. All functions here take units (:meth:`DeepOptEq.problem`) and are differentiable in ``z``.
+``phi = psi* - |.|^2/2``. The functions here take units (:meth:`DeepOptEq.problem`) and are differentiable in ``z``.
 """
 
 import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.activations import antiderivative
-from solver_plugins.equilibrium.solvers import Anderson, settle
+from solver_plugins.equilibrium.solvers import EquilibriumAnderson, settle
 from solver_plugins.equilibrium.unit import Unit
 from solver_plugins.errors import NotConvergedWarning, OptionError, warn
 
@@ -21,7 +21,7 @@ def potential(unit: Unit, z: Tensor) -> Tensor:
 def objective(unit: Unit, z: Tensor) -> Tensor:
     """Returns ``h(z) = |z|^2/2 - 1^T S(W z + c)`` per sample, convex for ``|W| <= 1``.
 
-    ``grad h(z) = z - W^T s(W z + c)``: it is least at the equilibrium of one layer, whatever ``alpha`` is.
+    ``grad h(z) = z - W^T s(W z + c)``: its minimiser is the equilibrium of one layer, for any ``alpha``.
     """
     return z.square().sum(unit.operator.problem_dims) / 2 - potential(unit, z)
 
@@ -31,7 +31,7 @@ def envelope(unit: Unit, z: Tensor, alpha: float) -> Tensor:
 
         alpha M(z) = max_u <u, z> - alpha psi(u) - (1 - alpha)/2 |u|^2 - |z|^2/2        (proof of Theorem 2)
 
-    It is attained where ``f(u) = alpha grad psi(u) + (1 - alpha) u = z``, which is solved to rounding.
+    The maximum is where ``f(u) = alpha grad psi(u) + (1 - alpha) u = z``, which is solved to rounding errors.
 
     Raises:
         OptionError: Unless ``0 < alpha < 1``: at 1 the envelope is ``phi`` itself, which may be infinite.
@@ -43,7 +43,7 @@ def envelope(unit: Unit, z: Tensor, alpha: float) -> Tensor:
 
 
 def block_objective(first: Unit, second: Unit, alpha: float, z1: Tensor, z0: Tensor) -> Tensor:
-    """Returns the convex function of Corollary 1 per sample, least where ``z1 = f1(z0)`` and ``z0 = f2(z1)``.
+    """Returns the convex function of Corollary 1 per sample, minimal where ``z1 = f1(z0)`` and ``z0 = f2(z1)``.
 
     alpha M_1(z1) + alpha M_2(z0) + |z1 - z0|^2 / 2
     """
@@ -52,16 +52,16 @@ def block_objective(first: Unit, second: Unit, alpha: float, z1: Tensor, z0: Ten
 
 
 def preimage(unit: Unit, z: Tensor, alpha: float) -> Tensor:
-    """Returns ``u`` with ``alpha W^T s(W u + c) + (1 - alpha) u = z``, not recorded.
+    """Returns ``u`` with ``alpha W^T s(W u + c) + (1 - alpha) u = z``, without a gradient.
 
-    ``u -> u - f(u) + z`` contracts by ``alpha``, as the Jacobian of ``f`` lies between ``1 - alpha`` and 1.
+    ``u -> u - f(u) + z`` contracts by ``alpha``, because the Jacobian of ``f`` lies between ``1 - alpha`` and 1.
     """
     if not 0 < alpha < 1:
         raise OptionError(f"Expected alpha in (0, 1), where a layer has an inverse; found {alpha!r}.")
-    solver = Anderson.from_options(tol=4 * torch.finfo(z.dtype).eps, iters=1000)
+    solver = EquilibriumAnderson.from_options(tol=4 * torch.finfo(z.dtype).eps, iters=1000)
     run = settle(solver, _Inversion(unit, z, alpha))
     if float(run.residual.amax()) > torch.finfo(z.dtype).eps ** 0.75:
-        warn(f"The inverse of a layer was found to {float(run.residual.amax()):.0e} only.", NotConvergedWarning)
+        warn(f"The inverse of a layer is only accurate to {float(run.residual.amax()):.0e}.", NotConvergedWarning)
     return run.value
 
 

@@ -17,30 +17,30 @@ class Layout(Protocol):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The (negative) dimensions that make up one problem; those in front are a batch of independent ones."""
+        """The (negative) dimensions of one problem; those in front are a batch of independent problems."""
 
     @property
     def channels_last(self) -> bool:
-        """Whether states are a batch of feature maps that lie in memory with their channels last."""
+        """Whether states are feature maps in the memory format channels_last."""
 
 
 class FixedPointProblem(Layout, Protocol):
-    """What the solvers know of a problem."""
+    """What the solvers know about a problem."""
 
     def image(self, z: Tensor | None) -> Tensor:
         """Returns ``T(z)``; None is zero."""
 
 
-def rows_of(problem: Layout, z: Tensor) -> Tensor:
-    """Returns states ``[batch, ...]`` with one row per problem, in the order in which they lie in memory: a view."""
-    if problem.channels_last:
+def rows_of(layout: Layout, z: Tensor) -> Tensor:
+    """Returns states ``[batch, ...]`` as a view with one row per problem, in the order of memory."""
+    if layout.channels_last:
         z = z.permute(0, 2, 3, 1)
-    return z.reshape(z.shape[: z.ndim - len(problem.dims)].numel(), -1)
+    return z.reshape(z.shape[: z.ndim - len(layout.dims)].numel(), -1)
 
 
-def states_of(problem: Layout, rows: Tensor, shape: torch.Size) -> Tensor:
-    """Returns rows as the states of that shape that :func:`rows_of` made them of."""
-    if not problem.channels_last:
+def states_of(layout: Layout, rows: Tensor, shape: torch.Size) -> Tensor:
+    """Returns rows as states of a shape: the inverse of :func:`rows_of`."""
+    if not layout.channels_last:
         return rows.reshape(shape)
     batch, channels, height, width = shape
     return rows.reshape(batch, height, width, channels).permute(0, 3, 1, 2)
@@ -59,7 +59,7 @@ class Regularization:
     lam: float
 
     def append(self, z: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Returns ``prox_{lam R}(z)``, or ``z - lam grad R(z)`` where that has no simple form (section 4.1)."""
+        """Returns ``prox_{lam R}(z)``, or ``z - lam grad R(z)`` if the former has no simple form (section 4.1)."""
         moved = self.regularizer.prox(z, self.lam, dims)
         return z - self.lam * self.regularizer.gradient(z, dims) if moved is None else moved
 
@@ -69,11 +69,11 @@ class EquilibriumProblem:
     """``z = T(z)``, ``T = T_R o f_L o ... o f_1`` (equations 4 and 5, section 4.1).
 
     Attributes:
-        units: The layers, with the input put in.
-        alpha: The step ``a`` of all of them.
+        units: The layers for a fixed input.
+        alpha: The step ``a`` of all layers.
         appended: A regulariser whose proximal map ``T_R`` follows the layers.
-        chosen: A regulariser that SAM chooses among several fixed points by (section 4.2).
-        channels_last: Whether the states lie in memory with their channels last.
+        chosen: A regulariser by which SAM chooses among several fixed points (section 4.2).
+        channels_last: Whether states are feature maps in the memory format channels_last.
     """
 
     units: tuple[Unit, ...]
@@ -90,28 +90,20 @@ class EquilibriumProblem:
     @property
     def dims(self) -> tuple[int, ...]:
         own = self.sample_dims
-        return (-len(own) - 1, *own) if self.coupled else own
-
-    @property
-    def coupled(self) -> bool:
-        """Whether samples of a batch depend on each other, so that the batch is one problem."""
-        return self.appended is not None and self.appended.regularizer.of_batch
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether the Jacobian is symmetric: a single layer with nothing behind it."""
-        return len(self.units) == 1 and self.appended is None
+        # A regulariser of the batch makes all samples one problem.
+        coupled = self.appended is not None and self.appended.regularizer.of_batch
+        return (-len(own) - 1, *own) if coupled else own
 
     @property
     def explicit(self) -> bool:
-        """Whether the weights and offsets of the layers are all that the map has a gradient by."""
+        """Whether the map has no other parameters than the weights and offsets of its layers."""
         return self.appended is None and not any(unit.prior.learnable or unit.prior.opaque for unit in self.units)
 
     def prepared(self) -> "EquilibriumProblem":
-        """Returns the same problem for many evaluations, none of which is recorded.
+        """Returns the same problem for many evaluations without gradients.
 
-        Feature maps get their channels last, which is the order that convolutions on a CPU compute in: put in once, it
-        is not changed to and fro by each of them.
+        On a CPU, feature maps become channels_last, the order in which convolutions compute there. Otherwise each
+        convolution would convert its input and output.
         """
         offset = self.units[0].offset
         if len(self.sample_dims) != 3 or offset.ndim != 4 or offset.device.type != "cpu":
@@ -120,10 +112,10 @@ class EquilibriumProblem:
         return dataclasses.replace(self, units=units, channels_last=True)
 
     def start(self) -> Tensor | None:
-        """Returns where to begin: the last layer's value at zero; for a single layer zero itself, as None.
+        """Returns where to start: the last layer's value at zero, or None (zero) for a single layer.
 
-        A composition contracts layer by layer, and this is one layer ahead of zero, for the price of one product with
-        its ``W^T``. A single layer's value at zero is ``T(0)``, the first evaluation.
+        A composition contracts layer by layer. This start is one layer ahead of zero and costs one product with
+        ``W^T``. For a single layer it would be ``T(0)``, which is the first evaluation anyway.
         """
         if len(self.units) == 1:
             return None
@@ -137,7 +129,7 @@ class EquilibriumProblem:
         return z if self.appended is None else self.appended.append(z, self.sample_dims)
 
     def image_and_jacobian(self, z: Tensor | None) -> "tuple[Tensor, Jacobian]":
-        """Returns ``T(z)`` and the Jacobian there, which is not recorded."""
+        """Returns ``T(z)`` and its Jacobian, which has no gradient itself."""
         inputs, slopes = [], []
         for unit in self.units:
             inputs.append(None if z is None else z.detach())
@@ -151,7 +143,7 @@ class EquilibriumProblem:
             pull = lambda y: vjp(y)[0]  # noqa: E731
             z = appended.append(z, dims)
         units = tuple(unit.detached() for unit in self.units)
-        return z, Jacobian(units, self.alpha, tuple(slopes), tuple(inputs), pull, self.channels_last)
+        return z, Jacobian(units, self.alpha, tuple(slopes), tuple(inputs), self.dims, pull, self.channels_last)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +152,7 @@ class Pull:
 
     Attributes:
         outer: ``g_l``, the gradient of the layer's output.
-        inner: ``D_l W_l g_l``; times the step ``a``, the gradient of ``W_l z + c_l``.
+        inner: ``D_l W_l g_l``; multiplied by the step ``a`` it is the gradient of ``W_l z + c_l``.
     """
 
     outer: tuple[Tensor, ...]
@@ -169,32 +161,39 @@ class Pull:
 
 @dataclass(frozen=True, eq=False)
 class Jacobian:
-    """``J = J_R J_L ... J_1`` at a point, ``J_l = a W_l^T D_l W_l + (1 - a) I`` (symmetric); it records nothing.
+    """``J = J_R J_L ... J_1`` at a point, ``J_l = a W_l^T D_l W_l + (1 - a) I`` (symmetric), without gradients.
 
     Attributes:
         units: The layers, detached.
         alpha: Their step.
         slopes: ``D_l``, with the values ``s_l = s(W_l z_l + c_l)``.
-        inputs: The state ``z_l`` that each layer was given; None is zero.
+        inputs: The state ``z_l`` that each layer received; None is zero.
+        dims: The (negative) dimensions of one problem.
         appended: ``y -> J_R^T y``.
-        channels_last: Whether all of them lie in memory with their channels last.
+        channels_last: Whether all tensors have the memory format channels_last.
     """
 
     units: tuple[Unit, ...]
     alpha: float
     slopes: tuple[Slope, ...]
     inputs: tuple[Tensor | None, ...]
+    dims: tuple[int, ...]
     appended: Callable[[Tensor], Tensor] | None = None
     channels_last: bool = False
 
     @property
+    def symmetric(self) -> bool:
+        """Whether ``J`` is symmetric: a single layer with nothing behind it."""
+        return len(self.units) == 1 and self.appended is None
+
+    @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What it knows of the point: for each layer the input, the value and the slope."""
+        """The tensors that depend on the point: each layer's input, value and slope."""
         parts = zip(self.inputs, self.slopes, strict=True)
         return tuple(part for z, slope in parts for part in (z, slope.value, slope.derivative))
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "Jacobian":
-        """Returns the same with other :attr:`tensors`."""
+        """Returns the same Jacobian with other :attr:`tensors`."""
         values = cast(Sequence[Tensor], tensors[1::3])
         slopes = tuple(Slope(value, slope) for value, slope in zip(values, tensors[2::3], strict=True))
         return dataclasses.replace(self, slopes=slopes, inputs=tuple(tensors[::3]))
@@ -204,7 +203,7 @@ class Jacobian:
         return self.finish(self.pull(y))
 
     def pull(self, y: Tensor) -> Pull:
-        """Returns the product ``J^T y`` up to its last factor ``W_1^T``, which :meth:`finish` adds."""
+        """Returns the product ``J^T y`` up to its last factor ``W_1^T``, which :meth:`finish` applies."""
         if self.appended is not None:
             y = self.appended(y)
         outer, inner = [], []
@@ -223,7 +222,7 @@ class Jacobian:
     def weight_gradient(self, pull: Pull, index: int) -> Tensor:
         """Returns the gradient of ``<T(z), y>`` by the weight of a layer.
 
-        ``W`` is there twice, in ``W z`` and in ``W^T s``; both factors of both products are known from the pull.
+        ``W`` occurs twice, in ``W z`` and in ``W^T s``; the pull has both factors of both products.
         """
         operator, z = self.units[index].operator, self.inputs[index]
         total = operator.weight_gradient(pull.outer[index], self.slopes[index].value)

@@ -1,4 +1,4 @@
-"""Feature regularisers ``R(z)``: what an equilibrium should be like (section 4 and appendix A.1), open to users' own.
+"""Feature regularisers ``R(z)`` of equilibria (section 4 and appendix A.1); users can register their own.
 
 A third-party distribution adds one by an entry point of the group ``solver_plugins.feature_regularizers``.
 """
@@ -12,7 +12,7 @@ from typing import Any, ClassVar, TypeVar, final
 import torch
 from torch import Tensor
 
-from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.errors import OptionError
 from solver_plugins.registry import Registry, subclasses_of
 
 Dims = tuple[int, ...]
@@ -22,14 +22,14 @@ Dims = tuple[int, ...]
 class FeatureRegularizer(abc.ABC):
     """A function ``R`` of the features, and its gradient.
 
-    Write :meth:`value`; the gradient is found by autograd unless :meth:`gradient` gives it, and where :meth:`prox`
-    gives the proximal map, that is appended instead of a gradient step.
+    Write :meth:`value`. The gradient is found by autograd unless you write :meth:`gradient`. If you write :meth:`prox`,
+    the proximal map is appended instead of a gradient step.
 
     Attributes:
         name: The registered name.
         tags: Words to filter by.
-        of_batch: ``R`` is a function of the whole batch. It acts in training only, so that no prediction depends on its
-            neighbours.
+        of_batch: ``R`` is a function of the whole batch. It then only acts in training, so that no prediction depends
+            on its neighbours.
     """
 
     name: ClassVar[str]
@@ -38,19 +38,19 @@ class FeatureRegularizer(abc.ABC):
 
     @property
     def smoothness(self) -> float:
-        """A Lipschitz constant of the gradient (``L_z`` of Theorem 4); SAM takes steps of ``1/(2 smoothness)``."""
+        """A Lipschitz constant of the gradient (``L_z`` in Theorem 4); SAM takes steps of ``1/(2 smoothness)``."""
         return 1.0
 
     @abc.abstractmethod
     def value(self, z: Tensor, dims: Dims) -> Tensor:
-        """Returns ``R``, one number per sample; a single one if it is a function of the batch."""
+        """Returns ``R``, one number per sample, or one number if it is a function of the batch."""
 
     def gradient(self, z: Tensor, dims: Dims) -> Tensor:
-        """Returns the gradient of the sum of all values, differentiable itself."""
+        """Returns the gradient of the sum of all values; it is differentiable."""
         return torch.func.grad(lambda at: self.value(at, dims).sum())(z)
 
     def prox(self, z: Tensor, lam: float, dims: Dims) -> Tensor | None:
-        """Returns ``argmin_u lam R(u) + |u - z|^2 / 2``, or None where it has no simple form."""
+        """Returns ``argmin_u lam R(u) + |u - z|^2 / 2``, or None if it has no simple form."""
         return None
 
 
@@ -68,32 +68,27 @@ def register_regularizer(regularizer: R) -> R:
 
 
 def list_regularizers(filter: str | Iterable[str] | None = None) -> list[str]:
-    """Lists the registered feature regularisers; ``filter`` is a glob on the name or a tag ("convex", "batch")."""
+    """Returns the names of the feature regularisers; ``filter`` is a glob on the name or a tag ("convex", "batch")."""
     return FEATURE_REGULARIZERS.names(filter)
 
 
 def make_regularizer(given: str | Mapping[str, Any] | FeatureRegularizer) -> FeatureRegularizer:
-    """Makes a regulariser from its name, or from ``{"name": ..., parameter: value}``; an instance is returned as it is.
+    """Makes a regulariser from its name or from ``{"name": ..., parameter: value}``; returns an instance unchanged.
 
     Raises:
         UnknownNameError: If no such regulariser is registered.
-        OptionError: If a parameter is unknown, or the description is something else.
+        OptionError: If a parameter is unknown, or the description is of another kind.
     """
     if isinstance(given, FeatureRegularizer):
         return given
     parameters = {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
     if "name" not in parameters:
         raise OptionError(f"Expected a regularizer as a name or as {{'name': ..., ...}}; found {given!r}.")
-    made = FEATURE_REGULARIZERS.get(parameters.pop("name"))
-    fields: list[str] = [field.name for field in dataclasses.fields(made)] if dataclasses.is_dataclass(made) else []
-    for key in parameters:
-        if key not in fields:
-            raise OptionError(f"Feature regularizer {made.name!r} has no parameter {key!r}.{did_you_mean(key, fields)}")
-    return made(**parameters)
+    return FEATURE_REGULARIZERS.make(parameters.pop("name"), parameters)
 
 
 def regularizer_options(regularizer: FeatureRegularizer) -> dict[str, Any]:
-    """Returns what :func:`make_regularizer` makes the same regulariser from."""
+    """Returns the description from which :func:`make_regularizer` makes the same regulariser."""
     if FEATURE_REGULARIZERS.info(regularizer.name).target is not type(regularizer):
         raise OptionError(f"{regularizer!r} is not the regularizer that is registered as {regularizer.name!r}.")
     fields: dict[str, Any] = dataclasses.asdict(regularizer) if dataclasses.is_dataclass(regularizer) else {}
@@ -125,7 +120,7 @@ class HalfSquared(FeatureRegularizer):
 class L1(FeatureRegularizer):
     """The l1 norm, smoothed below ``eps`` for SAM: R(z) = sum_i |z_i|.
 
-    Theorem 4 wants a Lipschitz gradient, so :meth:`gradient` is that of Huber's function, ``clip(z/eps, -1, 1)``; the
+    Theorem 4 needs a Lipschitz gradient, so :meth:`gradient` is that of Huber's function, ``clip(z/eps, -1, 1)``. The
     proximal map is that of the norm itself.
 
     Args:
@@ -143,7 +138,7 @@ class L1(FeatureRegularizer):
 
     @property
     def smoothness(self) -> float:
-        """That of Huber's function."""
+        """The constant of Huber's function."""
         return 1 / self.eps
 
     def value(self, z: Tensor, dims: Dims) -> Tensor:
@@ -163,7 +158,7 @@ class InverseNorm(FeatureRegularizer):
     """Keeps features away from zero: R(z) = 1 / (|z|^2 + eps). Not convex.
 
     Args:
-        eps: Bounds it.
+        eps: Bounds ``R`` by ``1 / eps``.
     """
 
     eps: float = 1.0
@@ -191,12 +186,12 @@ class InverseNorm(FeatureRegularizer):
 @final
 @dataclass(frozen=True)
 class Decorrelation(FeatureRegularizer):
-    """Decorrelates features over the batch: R(Z) = |D Z Z^T D - I|_F^2 / 2. Not convex; in training only.
+    """Decorrelates features over the batch: R(Z) = |D Z Z^T D - I|_F^2 / 2. Not convex; only acts in training.
 
     ``Z`` has a row per feature (for maps: per channel) and a column per sample and place; ``D Z`` has unit rows.
 
     Args:
-        eps: Added to the squared length of a row, so that a feature which is zero everywhere has a gradient, zero.
+        eps: Added to the squared length of a row, so that a feature that is zero everywhere has the gradient zero.
     """
 
     eps: float = 1e-6
@@ -212,7 +207,7 @@ class Decorrelation(FeatureRegularizer):
     def gradient(self, z: Tensor, dims: Dims) -> Tensor:
         rows, lengths = self._rows(z, dims)
         outer = 2 * (rows @ (rows.mT @ rows) - rows)
-        # Through the normalisation: what points along a row does not count.
+        # The normalisation removes the component along a row.
         inner = (outer - (outer * rows).sum(1, keepdim=True) * rows) / lengths
         moved = z.movedim(dims[0], 0)
         return inner.reshape(moved.shape).movedim(0, dims[0])

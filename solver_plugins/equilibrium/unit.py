@@ -1,4 +1,4 @@
-"""A unit layer with its input put in: a map of the state alone. Pure functions, no ``nn.Module``."""
+"""A unit layer for a fixed input, as a map of the state alone; no ``nn.Module``."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Slope:
 
     Attributes:
         value: ``s(v)``.
-        derivative: ``D``; None where the prior knows it from the value.
+        derivative: ``D``; None if the prior knows it from the value.
     """
 
     value: Tensor
@@ -50,11 +50,11 @@ class Unit:
         return mixed(z, self.value(z), alpha)
 
     def step_with_slope(self, z: Tensor | None, alpha: float) -> "tuple[Tensor, Slope]":
-        """Returns the step and ``D = s'(W z + c)``; the latter is not recorded."""
+        """Returns the step and ``D = s'(W z + c)``, which has no gradient."""
         argument = self.argument(z)
         value = self.prior.prox(argument, 1.0)
         with torch.no_grad():
-            # ReLU, say, multiplies by its slope in one pass over memory, given its value, which is kept anyway.
+            # ReLU, for example, multiplies by its slope in one pass over memory, given the value that is kept anyway.
             known = self.prior.slope_from_value and type(self.prior).vjp is not Prior.vjp
             slope = Slope(value.detach(), None if known else self.prior.derivative(argument, 1.0))
         return mixed(z, self.operator.adjoint(value), alpha), slope
@@ -68,7 +68,7 @@ class Unit:
         return self.operator.adjoint(self.scaled(slope, self.operator.apply(y)))
 
     def channels_last(self) -> "Unit":
-        """Returns the same unit of feature maps, not recorded, with its tensors' channels last in memory."""
+        """Returns the same unit of feature maps without gradients, in the memory format channels_last."""
         weight, offset = (
             tensor.detach().contiguous(memory_format=torch.channels_last)
             for tensor in (self.operator.weight, self.offset)
@@ -82,7 +82,7 @@ class Unit:
 
 
 def mixed(z: Tensor | None, value: Tensor, alpha: float) -> Tensor:
-    """Returns ``alpha value + (1 - alpha) z``; None is zero. Where nothing is recorded ``value`` is written over."""
+    """Returns ``alpha value + (1 - alpha) z``; None is zero. Without gradients it overwrites ``value``."""
     if alpha == 1:
         return value
     if z is None:
@@ -91,7 +91,7 @@ def mixed(z: Tensor | None, value: Tensor, alpha: float) -> Tensor:
 
 
 def _added(product: Tensor, offset: Tensor) -> Tensor:
-    """Returns the sum; where nothing is recorded it is written over the product: new memory costs more than the sum."""
+    """Returns the sum; without gradients it overwrites the product, because new memory costs more than the sum."""
     if torch.is_grad_enabled() or product.dtype != offset.dtype or product.shape != offset.shape:
         return product + offset
     return product.add_(offset)

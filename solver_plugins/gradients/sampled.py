@@ -23,7 +23,7 @@ from solver_plugins.gradients.sampled_products import Samples, WeightGradient
 from solver_plugins.gradients.sampled_rule import Given, Rule
 from solver_plugins.gradients.unrolled import is_transformed, unflattened
 from solver_plugins.operators import LinearMap, autocast_off
-from solver_plugins.prox.base import Step
+from solver_plugins.prox import Step
 from solver_plugins.solvers import BlockProblem, Draws, ProxSG, Solution, Solver, State
 
 
@@ -126,9 +126,8 @@ def _base(x: Tensor | None, bias: Tensor | None, r: Tensor, step: Step, scale: S
     if x is not None:
         base = x * (1 - step * rule.lam * scale)
         return base if bias is None else base + step * bias
-    features = getattr(rule.operator, "output_size", ())
     batch = r.shape[: r.dim() - len(rule.operator.problem_dims)]
-    zero = r.new_zeros(()).expand(*batch, rule.operator.out_features, *features)
+    zero = r.new_zeros(()).expand(*batch, *rule.operator.output_shape)
     return zero if bias is None else zero + step * bias
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from solver_plugins.gradients.products import Sum
 from solver_plugins.gradients.sampled_rule import Rule
 from solver_plugins.operators import LinearMap
-from solver_plugins.prox.base import Step
+from solver_plugins.prox import Step
 
 
 class Samples:

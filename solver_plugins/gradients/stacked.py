@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from solver_plugins.gradients.products import LARGE_BATCH, products
 from solver_plugins.gradients.rule import Rule
 from solver_plugins.operators import is_eager
-from solver_plugins.prox.base import Step
+from solver_plugins.prox import Step
 
 LARGEST = 2**21
 """So many numbers in a buffer: above, a large batch is better off with one product after the other."""

@@ -23,8 +23,7 @@ from solver_plugins.gradients import stacked
 from solver_plugins.gradients.products import Map, products, symmetric_product
 from solver_plugins.gradients.rule import Rule
 from solver_plugins.operators import LinearMap, LinearOperator, autocast_off, product_dtype
-from solver_plugins.prox import Prior
-from solver_plugins.prox.base import Step
+from solver_plugins.prox import Prior, Step
 from solver_plugins.solvers import FISTA, BlockProblem, ProxGD, Solution, Solver, State, working_dtype
 from solver_plugins.solvers.paths import images_kept, path_for, regroups
 

@@ -205,7 +205,7 @@ class OptEqNet(_Classified):
         dtype: Their type.
         **options: Fields of :class:`~solver_plugins.equilibrium.head.DeepOptEqConfig`: ``alpha``, ``solver``,
             ``iters``, ``grad``, ``regularizer``, ``constraint``, and others. The paper has the solvers "sam" and
-            "fixed_point", 20 iterations, ``grad="unrolled"``, and bounds ``|W|`` by its initialisation only
+            "fixed_point", 20 iterations, ``gradient="unrolled"``, and bounds ``|W|`` by its initialisation only
             (``constraint="none"``).
 
     Raises:

@@ -11,6 +11,7 @@ from solver_plugins.dropblock.classifier import find_classifier
 from solver_plugins.equilibrium import HeadError
 from solver_plugins.equilibrium.head import HeadConfig, OptEqHead
 from solver_plugins.surgery.model_config import is_pretrained_model
+from solver_plugins.wrappers import HOOKED, wrapper_of
 
 HEAD_ENTRY = "solver_plugins_head"
 """Where the config of a transformers model holds the head, so that ``save_pretrained`` writes it; never to change."""
@@ -35,7 +36,7 @@ def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **opti
         model: The model.
         classifier: Name of the layer to replace; None finds the last one.
         **options: Fields of :class:`~solver_plugins.equilibrium.head.HeadConfig`: ``hidden``, ``layers``, ``alpha``,
-            ``iters``, ``grad``, ``regularizer``, ``lam``, and others.
+            ``iters``, ``gradient``, ``regularizer``, ``lam``, and others.
 
     Returns:
         The model.
@@ -135,12 +136,10 @@ def _enter_into_config(model: nn.Module) -> None:
 def _refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise HeadError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise HeadError(
-            f"Expected a plain model; found {type(model).__name__}: change model.module before wrapping it."
-        )
-    if hasattr(model, "_orig_mod") or getattr(model, "_compiled_call_impl", None) is not None:
-        raise HeadError("Expected a plain model; found a compiled one: change the plain model, then compile it.")
+    wrapper = wrapper_of(model)
+    # Hooks move inputs between devices; they do not hide a head.
+    if wrapper is not None and wrapper is not HOOKED:
+        raise HeadError(wrapper.refusal("change"))
 
 
 def _find(model: nn.Module) -> tuple[str, OptEqHead]:

@@ -16,6 +16,7 @@ from solver_plugins.integrations.replay import read_additions, replay, written_a
 from solver_plugins.integrations.weights import load_weights, save_weights
 from solver_plugins.surgery import conversion_of
 from solver_plugins.surgery.model_config import QUANT_METHOD, is_pretrained_model
+from solver_plugins.wrappers import wrapper_of
 
 Kind = Literal["timm", "transformers", "torch"]
 CONFIG = "config.json"
@@ -200,10 +201,9 @@ def _kind_of(model: nn.Module) -> Kind:
 def _refuse_wrapped(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise SavingError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
-    if isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-        raise SavingError(f"Expected a plain model; found {type(model).__name__}: save model.module.")
-    if hasattr(model, "_orig_mod"):
-        raise SavingError("Expected a plain model; found a compiled one: save model._orig_mod.")
+    wrapper = wrapper_of(model)
+    if wrapper is not None and wrapper.inside is not None:
+        raise SavingError(f"Expected a plain model; found {wrapper.label}: save model.{wrapper.inside}.")
     if hasattr(model, "peft_config") and hasattr(model, "merge_and_unload"):
         raise SavingError(
             "Expected a plain model; found one with PEFT adapters: save those with model.save_pretrained(folder), or "

@@ -26,6 +26,7 @@ from solver_plugins.integrations.weights import save_weights
 from solver_plugins.surgery import Conversion
 from solver_plugins.surgery.apply import note_conversion
 from solver_plugins.surgery.model_config import QUANT_METHOD, remove_from_config
+from solver_plugins.wrappers import HOOKED, wrapper_of
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -71,7 +72,7 @@ class SolverPluginsQuantizer(HfQuantizer):
         conversion = read_conversion(self.quantization_config.to_dict()["conversion"], "the config")
         _remove_marks(model)
         _initialise_mismatched(model, self._shapes)
-        hooked = any(hasattr(module, "_hf_hook") for module in model.modules())
+        hooked = any(wrapper_of(module) is HOOKED for module in model.modules())
         if hooked:
             _take_off_hooks(model)
         # It is entered again for this model, in which another head may have changed names.

@@ -1,6 +1,5 @@
 """Linear layers as operators ``A``: application and adjoint, Lipschitz constants, and sampling of their features."""
 
-from solver_plugins.operators.base import LinearOperator
 from solver_plugins.operators.build import operator_for, operator_from_kernel
 from solver_plugins.operators.conv import ConvMap
 from solver_plugins.operators.eager import is_eager, is_faked
@@ -16,6 +15,7 @@ from solver_plugins.operators.layers import (
 )
 from solver_plugins.operators.linear import LinearMap
 from solver_plugins.operators.lipschitz import lipschitz_constant, lipschitz_from_kernel, rescaled_bound
+from solver_plugins.operators.operator import LinearOperator
 from solver_plugins.operators.precision import autocast_off, autocasts, match_dtype, product_dtype
 from solver_plugins.operators.sampling import (
     expected_smoothness,

@@ -1,4 +1,4 @@
-"""What a layer's boundary does to the norm of its convolution on an infinite lattice.
+"""Bounds the norm of a layer with padding by the norm of its convolution on an infinite lattice.
 
 Let ``sup(s)`` be the squared norm of the convolution with stride ``s`` on the infinite lattice. The real layer at an
 input of size ``n`` is bounded by ``factor * sup(s')`` with a factor and a stride that depend on the padding:
@@ -9,9 +9,9 @@ input of size ``n`` is bounded by ``factor * sup(s')`` with a factor and a strid
   the lattice; rows repeat if there are more than ``n/s`` outputs: ``ceil(out s / n) sup(s)``.
 * circular, otherwise: the gap between rows shrinks where they wrap around (kernel [1, 1], s = 2, n = 3: squared norm 3,
   lattice 2). Outputs are still rows of the *unstrided* torus operator, ``repeats * sup(1)``, and a compression of the
-  lattice operator after ``E``, ``|E|^2 sup(s)``: both hold, so the smaller one does.
+  lattice operator after ``E``, ``|E|^2 sup(s)``. Both bounds hold, so the smaller one does.
 
-A dimension acts on its own index only, so that factors of dimensions multiply.
+A dimension only acts on its own index, so the factors of the dimensions multiply.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.padding import repetition
 
 Bound = tuple[tuple[int, ...], int]
-"""A stride per dimension (of the undilated kernel) and the factor that goes with its lattice norm."""
+"""A stride per dimension (of the undilated kernel), and the factor of its lattice norm."""
 
 
 def lattice_bounds(geometry: Geometry, kernel_size: Sequence[int], input_size: Sequence[int] | None) -> list[Bound]:
-    """Returns strides and factors that each bound the squared norm of the layer; without a size, for all sizes."""
+    """Returns strides and factors that each bound the squared norm of the layer, for all sizes if none is given."""
     reduced = geometry.reduced_stride()
     if geometry.padding_mode == "zeros" or geometry.padding == "same_dynamic":
         return [(reduced, 1)]
@@ -53,12 +53,12 @@ def lattice_bounds(geometry: Geometry, kernel_size: Sequence[int], input_size: S
 
 
 def _circular(s: int, d: int, k: int, sides: tuple[int, int], n: int | None) -> tuple[int, int]:
-    """Returns how often rows of the torus operator repeat, and ``|E|^2``; for the worst size if there is none."""
+    """Returns how often rows of the torus operator repeat, and ``|E|^2``; for the worst size if none is given."""
     left, right = sides
     reach = d * (k - 1) + 1
     known = n is not None
     if n is None:
-        # Both counts fall as n grows: the smallest input that torch accepts is the worst.
+        # Both counts fall as n grows, so the smallest input that torch accepts is the worst.
         n = max(1, left, right, reach - left - right)
     room = n + left + right - reach
     # Row o sits at (o s - left) mod n. If s divides n a position comes back after n/s outputs, else after a span of n.

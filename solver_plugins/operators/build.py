@@ -1,19 +1,19 @@
-"""Makes the operator of a layer, or of a kernel with its geometry."""
+"""Makes the operator of a layer, or of a kernel and its geometry."""
 
 from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from solver_plugins.errors import ShapeError
-from solver_plugins.operators.base import LinearOperator
 from solver_plugins.operators.conv import ConvMap
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.layers import read_layer
 from solver_plugins.operators.linear import LinearMap
+from solver_plugins.operators.operator import LinearOperator
 
 
 def operator_for(layer: nn.Module, input_shape: Sequence[int], *, diagonal: Tensor | None = None) -> LinearOperator:
-    """Returns the operator that a layer applies to inputs of one shape, without its bias.
+    """Returns the operator that a layer applies to inputs of one shape, without the bias.
 
     Args:
         layer: Any layer that :func:`~solver_plugins.operators.kernel_of` can read.

@@ -1,9 +1,9 @@
-"""Cells that cover all frequencies, each with a centre where a symbol is looked at.
+"""Cells that cover all frequencies; a symbol is evaluated at the centre of each.
 
-**What a centre says of its cell.** Let ``G(w) = P(w) P(w)^H`` be the Gram symbol of a kernel (see
+**What a centre says about its cell.** Let ``G(w) = P(w) P(w)^H`` be the Gram symbol of a kernel (see
 :mod:`~solver_plugins.operators.symbol`), a trigonometric polynomial of degree ``m_j`` in ``w_j``, and ``M`` the
-supremum of ``lambda_max(G(w))``, taken at ``w*`` by a unit vector ``x``. ``T(w) = x^H G(w) x`` lies in ``[0, M]``, so
-that ``T - M/2`` is bounded by ``M/2`` and (M. Riesz) is at least ``M/2 cos(m_j d)`` at a distance ``d <= pi/m_j`` from
+supremum of ``lambda_max(G(w))``, attained at ``w*`` by a unit vector ``x``. ``T(w) = x^H G(w) x`` lies in ``[0, M]``,
+so ``T - M/2`` is bounded by ``M/2`` and (M. Riesz) is at least ``M/2 cos(m_j d)`` at a distance ``d <= pi/m_j`` from
 ``w*`` along axis ``j``: ``T >= M cos(m_j d / 2)^2`` there. Axis by axis,
 
     ``lambda_max(G(w)) >= T(w) >= M prod_j cos(m_j (w_j - w*_j) / 2)^2``.
@@ -14,7 +14,7 @@ would have ``lambda_max(G(centre)) >= M shrink > beta shrink``.
 
 **Which cells.** The product is at least ``cos(r)^2`` at a scaled distance ``r^2 = sum_j (m_j d_j / 2)^2``, because
 ``-log cos sqrt(t)`` is convex: cells should have a small radius for their size. In two dimensions those are hexagons, a
-quarter fewer than squares. Real kernels have ``G(-w) = conj G(w)``, so that half of all frequencies are enough.
+quarter fewer than squares. Real kernels have ``G(-w) = conj G(w)``, so half of all frequencies are enough.
 """
 
 import itertools
@@ -34,7 +34,7 @@ class Cells:
         centres: Frequencies, shape ``(count, dims)``.
         degrees: ``m_j``.
         widths: Half the widths of a box that contains a cell, per dimension.
-        shrink: How much a symbol can be smaller at the centre than at its maximum, were that in the cell.
+        shrink: The smallest ratio of a symbol at the centre to its maximum, if the maximum lies in the cell.
     """
 
     centres: Tensor
@@ -43,7 +43,7 @@ class Cells:
     shrink: float
 
     def split(self, which: Tensor) -> "Cells":
-        """Returns boxes of half the widths that cover the chosen cells (a mask); a point stays what it is."""
+        """Returns boxes of half the widths that cover the chosen cells (a mask); a point stays a point."""
         widths = tuple(width / 2 for width in self.widths)
         signs = itertools.product(*((-1, 1) if width else (0,) for width in widths))
         steps = [[sign * width for sign, width in zip(choice, widths, strict=True)] for choice in signs]
@@ -66,7 +66,7 @@ def _boxes(degrees: tuple[int, ...], sampled: list[int], factor: float, device: 
     radius = math.acos(factor ** (-0.5 / max(1, len(sampled))))
     axes, widths = [], []
     for axis, degree in enumerate(degrees):
-        # The last dimension is the one of which half is enough; one of degree zero is not sampled.
+        # Half of the last sampled dimension is enough; a dimension of degree zero is not sampled.
         length = 0.0 if degree == 0 else math.pi if axis == sampled[-1] else 2 * math.pi
         count = max(1, math.ceil(length * degree / (4 * radius)))
         axes.append([(index + 0.5) * length / count for index in range(count)])
@@ -77,17 +77,18 @@ def _boxes(degrees: tuple[int, ...], sampled: list[int], factor: float, device: 
 
 
 def _hexagons(degrees: tuple[int, ...], axes: Sequence[int], factor: float, device: torch.device) -> Cells:
-    """Rows of points along axis ``x``, every other row moved by half a step.
+    """Returns rows of points along axis ``x``, every other row moved by half a step.
 
     Around a point at 0 the cell has corners ``(0, +-top)`` and ``(+-dx/2, +-side)``; rows are ``dy = top + side``
-    apart. With ``x`` moved by a quarter step the pattern is symmetric about 0, between two rows: half of them will do.
+    apart. With ``x`` moved by a quarter step the pattern is symmetric about 0, which lies between two rows, so half of
+    the rows are enough.
     """
     x, y = axes
     radius = math.acos(factor**-0.5)
     columns = math.ceil(math.pi * degrees[x] / (math.sqrt(3) * radius))
     rows = math.ceil(math.pi * degrees[y] / (3 * radius))
     dx, dy = 2 * math.pi / columns, math.pi / rows
-    # Corners at the same scaled distance, as far as whole numbers of rows and columns allow it.
+    # All corners have the same scaled distance, as far as whole numbers of rows and columns allow it.
     side = max(0.0, dy / 2 - (degrees[x] * dx / degrees[y]) ** 2 / (8 * dy))
     top = dy - side
     row = torch.arange(rows, dtype=torch.float64)
@@ -97,7 +98,7 @@ def _hexagons(degrees: tuple[int, ...], axes: Sequence[int], factor: float, devi
     centres[..., y] = dy * (row[:, None] + 0.5)
     widths = [0.0] * len(degrees)
     widths[x], widths[y] = dx / 2, top
-    # The product falls from the centre outwards, and its level sets are convex: it is smallest at a corner.
+    # The product falls from the centre outwards and its level sets are convex, so it is smallest at a corner.
     pair = (degrees[x], degrees[y])
     shrink = min(_cos_squared(pair, (0.0, top)), _cos_squared(pair, (dx / 2, side)))
     return Cells(centres.flatten(0, 1).to(device), degrees, tuple(widths), shrink)
@@ -108,7 +109,7 @@ def _count(cells: Cells) -> tuple[int, float]:
 
 
 def _cos_squared(degrees: Sequence[int], distances: Sequence[float]) -> float:
-    """Returns the product of ``cos(m d / 2)^2``; zero where nothing can be said."""
+    """Returns the product of ``cos(m d / 2)^2``, or zero where there is no bound."""
     product = 1.0
     for degree, distance in zip(degrees, distances, strict=True):
         product *= math.cos(min(degree * distance, math.pi) / 2) ** 2

@@ -3,8 +3,8 @@
 The squared norm on the infinite lattice is ``M = sup_w lambda_max(G(w))``. The search holds a number ``lower <= M`` and
 proves ``M <= beta = (1 + tolerance) lower`` cell by cell (:mod:`~solver_plugins.operators.cells`): a Cholesky factor of
 ``beta shrink I - G(centre)`` exists only if that matrix is positive definite, and costs a tenth of its eigenvalues.
-Where there is none, Lanczos raises ``lower`` or the cell is split. Cells that are done stay done, as ``beta`` never
-falls. It ends: a failure shows ``M >= beta shrink``, which is above ``lower`` once the cells are small.
+Where there is none, Lanczos raises ``lower`` or the cell is split. A proved cell stays proved, because ``beta`` never
+falls. The search ends: a failure shows ``M >= beta shrink``, which is above ``lower`` once the cells are small.
 """
 
 import math
@@ -20,23 +20,22 @@ from solver_plugins.operators.krylov import lanczos_estimates
 from solver_plugins.operators.symbol import GramSymbol, frequencies, polyphase
 
 _DIRECT_SIDE = 256
-"""Up to this side the eigenvalues of a real matrix are computed."""
+"""Up to this side, the eigenvalues of a real matrix are computed directly."""
 _MATRIX_TOLERANCE = 0.01
 """For a real matrix there are no cells to save, and a tighter bound costs nothing."""
 _COARSEST = 3.0
-"""The largest factor between centre and cell to begin with."""
+"""The largest factor between centre and cell at the start."""
 _CHUNK = 3 << 19
-"""How many entries of frequency matrices exist at a time: allocators reuse memory of this size, and map more anew."""
+"""How many entries of frequency matrices exist at a time; allocators reuse blocks of this size, but not larger ones."""
 
 
 def certified_bound(
     kernel: Tensor, geometry: Geometry, input_size: Sequence[int] | None = None, tolerance: float = 0.1
 ) -> Tensor:
-    """Returns a number that is never below ``lambda_max(A A^T)``, for one input size or, without it, for all.
+    """Returns a number that is never below ``lambda_max(A A^T)``, for one input size or, by default, for all.
 
     For zero padding, and for circular padding with stride 1, it is at most ``1 + tolerance`` times the supremum over
-    sizes.
-    The kernel must be float64: the bound contains all rounding errors of that precision.
+    sizes. The kernel must be float64: the bound includes all rounding errors of that precision.
     """
     # Scaled to entries of at most one, so that squares neither underflow nor overflow.
     scale = kernel.abs().amax() if kernel.numel() else kernel.new_zeros(())
@@ -58,8 +57,8 @@ def _supremum(kernel: Tensor, stride: Sequence[int], groups: int, tolerance: flo
         bound = torch.linalg.eigvalsh(gram.even[0]).amax()
     else:
         bound = _searched(gram, degrees, tolerance if any(degrees) else min(tolerance, _MATRIX_TOLERANCE))
-    # Products of length c, sums over the taps and a decomposition of side m: errors relative to trace(G) <= m |G|.
-    # Lags, each of norm |G| at most: a cosine of an angle of up to 2 pi m_j, rounded before.
+    # Products of length c, sums over the taps and a decomposition of side m have errors relative to trace(G) <= m |G|.
+    # Each lag has a norm of |G| at most, and the cosine of a rounded angle of up to 2 pi m_j.
     depth = blocks[0].numel() // gram.side + len(gram.lags) + gram.side
     angles = len(gram.lags) * (1 + 2 * math.pi * sum(degrees))
     rounding = 8 * torch.finfo(kernel.dtype).eps * (gram.side * depth + angles)
@@ -67,11 +66,11 @@ def _supremum(kernel: Tensor, stride: Sequence[int], groups: int, tolerance: flo
 
 
 def _searched(gram: GramSymbol, degrees: Sequence[int], tolerance: float) -> Tensor:
-    """Returns ``(1 + tolerance) lower`` once it is proved to be no less than the supremum."""
-    # A thousandth of it is left for rounding.
+    """Returns ``(1 + tolerance) lower`` once it is proved not to be below the supremum."""
+    # A thousandth of the tolerance is left for rounding.
     tolerance = 0.999 * tolerance
     lower, usual = _estimates(gram, degrees)
-    # Where most of the frequencies are far below the top, large cells are enough for them.
+    # If most frequencies are far below the top, large cells are enough for them.
     factor = min(float(lower / usual), _COARSEST) * (1 + tolerance)
     cells = covering(degrees, factor, gram.lags.device)
     while len(cells.centres):
@@ -81,7 +80,7 @@ def _searched(gram: GramSymbol, degrees: Sequence[int], tolerance: float) -> Ten
 
 
 def _estimates(gram: GramSymbol, degrees: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Returns a number below the supremum, and one that is above nine of ten eigenvalues on a coarse grid."""
+    """Returns a number below the supremum, and one above 90% of the eigenvalues on a coarse grid."""
     points = frequencies([max(1, 2 * degree) for degree in degrees], gram.lags.device, gram.lags.dtype)
     tops = torch.cat([lanczos_estimates(matrices).amax(1) for matrices in _matrices(gram, points)])
     # The mean of G over all frequencies is R_0, whose diagonal is positive unless all weights are zero.
@@ -91,13 +90,13 @@ def _estimates(gram: GramSymbol, degrees: Sequence[int]) -> tuple[Tensor, Tensor
 
 
 def _sweep(gram: GramSymbol, cells: Cells, lower: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
-    """Tries to prove every cell. Returns the new ``lower`` and a mask of the cells that are to be split."""
+    """Tries to prove every cell; returns the new ``lower`` and a mask of the cells to split."""
     masks = []
     share = (1 + tolerance) * cells.shrink
     for matrices in _matrices(gram, cells.centres):
         failed = ~_below(matrices, lower * share)
         if failed.any():
-            # A matrix that has no factor is not below the number it was compared with, up to rounding.
+            # Without a factor, a matrix is not below the number that it was compared with, up to rounding.
             rest = matrices[failed]
             lower = torch.maximum(torch.maximum(lower, lower * share), lanczos_estimates(rest).amax())
             failed[failed.clone()] = ~_below(rest, lower * share)
@@ -106,7 +105,7 @@ def _sweep(gram: GramSymbol, cells: Cells, lower: Tensor, tolerance: float) -> t
 
 
 def _matrices(gram: GramSymbol, points: Tensor) -> Iterator[Tensor]:
-    """Yields ``G`` at some frequencies at a time, shape ``(some, groups, m, m)``; real where it is real everywhere."""
+    """Yields ``G`` at a few frequencies at a time, shape ``(few, groups, m, m)``; as real numbers if it is real."""
     entries = gram.even[0].numel()
     for some in points.split(max(1, _CHUNK // entries)):
         real = gram.real_at(some)
@@ -117,7 +116,7 @@ def _below(matrices: Tensor, bound: Tensor) -> Tensor:
     """Whether ``bound I - G`` is positive definite, for matrices ``(..., m, m)``."""
     if matrices.shape[-1] == 1:
         return matrices[..., 0, 0] < bound
-    # Of G - bound I, negated in place and back: another copy would take a fifth of the time.
+    # G - bound I is negated in place and back: another copy would take a fifth of the time.
     diagonal = matrices.diagonal(dim1=-2, dim2=-1)
     before = diagonal.clone()
     diagonal.sub_(bound)

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import ShapeError
-from solver_plugins.operators.base import LinearOperator
 from solver_plugins.operators.geometry import Geometry, Padding
+from solver_plugins.operators.operator import LinearOperator
 from solver_plugins.operators.padding import pad, pad_adjoint
 from solver_plugins.operators.precision import check_diagonal, match_dtype, scale_rows
 from solver_plugins.operators.symbol import column_suprema
@@ -30,13 +30,13 @@ _CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (
 
 @dataclass(frozen=True, eq=False)
 class ConvMap(LinearOperator):
-    """``A u = diag(d) (W * u)`` for inputs ``[..., n1, *input_size]``; dimensions in front are batch dimensions.
+    """``A u = diag(d) (W * u)`` for inputs ``[..., n1, *input_size]``; leading dimensions are batch dimensions.
 
     Attributes:
         weight: ``W``, shape ``(n2, n1 / groups, *kernel_size)``.
         diagonal: ``d``, shape ``(n2,)``, or None for ones.
         geometry: Stride, padding, dilation and groups.
-        input_size: The spatial size of ``u``: the adjoint needs it, since a stride rounds the output size.
+        input_size: The spatial size of ``u``. The adjoint needs it because a stride rounds the output size.
     """
 
     geometry: Geometry
@@ -45,14 +45,15 @@ class ConvMap(LinearOperator):
     def __post_init__(self) -> None:
         if not 1 <= self.geometry.dims <= 3 or self.weight.ndim != self.geometry.dims + 2:
             raise ShapeError(
-                f"Expected a kernel [n2, n1/groups, *k] with the {self.geometry.dims} (1 to 3) dimensions of space of "
-                f"its geometry; found shape {tuple(self.weight.shape)}."
+                f"Expected a kernel [n2, n1/groups, *k] with as many dimensions of space as its geometry, "
+                f"{self.geometry.dims} (1 to 3); found shape {tuple(self.weight.shape)}."
             )
         if self.weight.shape[0] % self.geometry.groups:
             raise ShapeError(
                 f"Expected {self.geometry.groups} groups to divide the outputs; found {self.weight.shape[0]}."
             )
         check_diagonal(self.diagonal, self.out_features)
+        # Raises if the input is too small.
         self.geometry.output_size(self.kernel_size, self.input_size)
 
     @property
@@ -69,16 +70,19 @@ class ConvMap(LinearOperator):
         return tuple(self.weight.shape[2:])
 
     @property
-    def output_size(self) -> tuple[int, ...]:
-        """The spatial size of ``A u``."""
-        return self.geometry.output_size(self.kernel_size, self.input_size)
+    def input_shape(self) -> tuple[int, ...]:
+        return (self.in_features, *self.input_size)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.out_features, *self.geometry.output_size(self.kernel_size, self.input_size))
 
     @property
     def problem_dims(self) -> tuple[int, ...]:
         return tuple(range(-self.geometry.dims - 1, 0))
 
     def apply(self, u: Tensor) -> Tensor:
-        u, batch = self._flatten(u, (self.in_features, *self.input_size), "input")
+        u, batch = self._flatten(u, self.input_shape, "input")
         u, own = self._padded(match_dtype(u, self.weight))
         geometry = self.geometry
         conv = _CONV[geometry.dims - 1]
@@ -87,11 +91,11 @@ class ConvMap(LinearOperator):
 
     def adjoint(self, x: Tensor) -> Tensor:
         geometry = self.geometry
-        output_size = self.output_size
-        x, batch = self._flatten(x, (self.out_features, *output_size), "output")
+        output_shape = self.output_shape
+        x, batch = self._flatten(x, output_shape, "output")
         x = match_dtype(scale_rows(x, self.diagonal, geometry.dims), self.weight)
         pads, own = self._split_padding()
-        # A stride that does not divide the padded size leaves a remainder that no output has seen.
+        # A stride that does not divide the padded size leaves a remainder that no output depends on.
         remainder = [
             n + sum(sides) + 2 * p - (d * (k - 1) + 1) - (out - 1) * s
             for n, sides, p, k, d, s, out in zip(
@@ -101,7 +105,7 @@ class ConvMap(LinearOperator):
                 self.kernel_size,
                 geometry.dilation,
                 geometry.stride,
-                output_size,
+                output_shape[1:],
                 strict=True,
             )
         ]
@@ -118,14 +122,14 @@ class ConvMap(LinearOperator):
             return bound.to(torch.promote_types(self.weight.dtype, torch.float32))
 
     def weight_gradient(self, u: Tensor, grad: Tensor) -> Tensor:
-        u, own = self._padded(self._flatten(u, (self.in_features, *self.input_size), "input")[0])
-        grad, _ = self._flatten(grad, (self.out_features, *self.output_size), "output")
+        u, own = self._padded(self._flatten(u, self.input_shape, "input")[0])
+        grad, _ = self._flatten(grad, self.output_shape, "output")
         geometry = self.geometry
         conv_weight = _CONV_WEIGHT[geometry.dims - 1]
         return conv_weight(u, self.weight.shape, grad, geometry.stride, own, geometry.dilation, geometry.groups)
 
     def _padded(self, u: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Returns an input with the padding that is done by hand, and what the convolution has to add itself."""
+        """Returns an input padded by hand, and the padding that is left to the convolution."""
         pads, own = self._split_padding()
         for dim, (left, right) in zip(self.problem_dims[1:], pads, strict=True):
             if left or right:
@@ -133,7 +137,7 @@ class ConvMap(LinearOperator):
         return u, own
 
     def _split_padding(self) -> tuple[Padding, tuple[int, ...]]:
-        """Returns the padding to do by hand and the (symmetric, zero) padding that the convolution does itself."""
+        """Returns the padding to do by hand, and the (symmetric, zero) padding that the convolution does itself."""
         pads = self.geometry.padding_for(self.kernel_size, self.input_size)
         none = (0,) * self.geometry.dims
         if self.geometry.padding_mode == "zeros" and all(left == right for left, right in pads):

@@ -1,10 +1,10 @@
-"""Whether values may be looked at: on an accelerator that would stall it, and under a transform there are none."""
+"""Whether values may be read: reading stalls an accelerator, and under a transform there are no values."""
 
 import torch
 
 
 def is_eager(device: torch.device) -> bool:
-    """Whether tensors on this device have their values here and now: on the CPU, not compiled, traced, transformed."""
+    """Whether reading a value costs nothing: on the CPU, and not compiled, traced or transformed."""
     return (
         device.type == "cpu"
         and not torch.compiler.is_compiling()

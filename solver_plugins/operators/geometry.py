@@ -1,4 +1,4 @@
-"""How a layer's weight acts on space: stride, padding, dilation and groups in one normal form."""
+"""Stride, padding, dilation and groups of a layer in one normal form."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,15 +13,14 @@ Padding = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Geometry:
-    """The spatial arguments of a convolution; all tuples have one entry per spatial dimension, none for a Linear.
+    """The spatial arguments of a convolution; tuples have one entry per spatial dimension, and none for a Linear.
 
     Attributes:
         stride: Step between outputs.
-        padding: Explicit ``(left, right)`` amounts, or ``"same_dynamic"``: TensorFlow's SAME, where the total depends
-            on the input size, ``max((ceil(n/s) - 1) s + d (k - 1) + 1 - n, 0)``, and the left side gets the smaller
-            half.
+        padding: Explicit ``(left, right)`` amounts, or ``"same_dynamic"``: TensorFlow's SAME, whose total depends on
+            the input size, ``max((ceil(n/s) - 1) s + d (k - 1) + 1 - n, 0)``; the left side gets the smaller half.
         dilation: Distance between taps.
-        groups: How many independent convolutions the channels are split into.
+        groups: The number of independent convolutions that the channels are split into.
         padding_mode: "zeros", "circular", "reflect" or "replicate".
     """
 
@@ -66,17 +65,11 @@ class Geometry:
     ) -> "Geometry":
         """Normalises the arguments of ``torch.nn.Conv*d``.
 
-        Args:
-            kernel_size: Taps per dimension; a single number needs ``dims`` (one dimension if that is not given).
-            stride: As in torch.
-            padding: A number, one per dimension, "valid", or "same": ``d (k - 1)`` in total, the smaller half left.
-            dilation: As in torch.
-            groups: As in torch.
-            padding_mode: As in torch.
-            dims: How many spatial dimensions there are; the length of ``kernel_size`` by default.
+        Padding "same" is ``d (k - 1)`` in total, with the smaller half on the left. ``dims`` is the number of spatial
+        dimensions; by default the length of ``kernel_size``, and one if that is a single number.
 
         Raises:
-            OptionError: For lengths that do not agree, values out of range, or an unknown word.
+            OptionError: If lengths do not agree, a value is out of range, or a word is unknown.
         """
         dims = dims if dims is not None else (1 if isinstance(kernel_size, int) else len(kernel_size))
         kernel = _per_dimension("kernel_size", kernel_size, dims)
@@ -98,11 +91,11 @@ class Geometry:
 
     @property
     def dims(self) -> int:
-        """How many spatial dimensions there are: 0 for a Linear."""
+        """The number of spatial dimensions; 0 for a Linear."""
         return len(self.stride)
 
     def padding_for(self, kernel_size: Sequence[int], input_size: Sequence[int] | None = None) -> Padding:
-        """Returns the explicit ``(left, right)`` amounts for inputs of one size; only "same_dynamic" needs the size."""
+        """Returns the ``(left, right)`` amounts for inputs of one size; only "same_dynamic" needs the size."""
         if self.padding != "same_dynamic":
             return self.padding
         if input_size is None:
@@ -142,10 +135,10 @@ class Geometry:
     def reduced_stride(self) -> tuple[int, ...]:
         """Returns ``s / gcd(s, d)``: the stride of the undilated convolution with the same norm on an infinite lattice.
 
-        Output ``o`` reads ``x[o s + j d]``. With ``c = gcd(s, d)`` only every c-th input is read, so ``c`` can be
-        divided out of both; write ``s, d`` for what is left. Taps ``j = s t + r`` then read ``x_r[o + d t]`` where
-        ``x_r[m] = x[s m + r d]``. Since ``gcd(s, d) = 1`` the sequences ``x_0 .. x_{s-1}`` split the input into
-        disjoint parts, and the symbol is that of the undilated kernel at the frequency ``d w``: the same supremum.
+        Output ``o`` reads ``x[o s + j d]``. With ``c = gcd(s, d)`` only every c-th input is read, so divide both by
+        ``c`` and call them ``s, d`` again. Taps ``j = s t + r`` then read ``x_r[o + d t]`` with
+        ``x_r[m] = x[s m + r d]``. As ``gcd(s, d) = 1``, the sequences ``x_0 .. x_{s-1}`` split the input into disjoint
+        parts, and the symbol is that of the undilated kernel at the frequency ``d w``: it has the same supremum.
         """
         return tuple(s // _gcd(s, d) for s, d in zip(self.stride, self.dilation, strict=True))
 
@@ -160,7 +153,7 @@ def _per_dimension(name: str, value: int | Iterable[int], dims: int) -> tuple[in
 
 
 def _gcd(a: int, b: int) -> int:
-    # math.gcd cannot be traced when a compiler has made sizes symbolic.
+    # math.gcd cannot be traced if a compiler has made sizes symbolic.
     while b:
         a, b = b, a % b
     return a

@@ -1,4 +1,4 @@
-"""Largest eigenvalues by Krylov methods: estimates of batches, and one operator to full precision."""
+"""Largest eigenvalues by Krylov methods: estimates for batches of matrices, and full precision for one operator."""
 
 import warnings
 from collections.abc import Callable
@@ -15,17 +15,17 @@ _RESTARTS = 200
 
 
 def generic_vector(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Returns a deterministic unit vector in no special direction; leaves the global random state alone."""
+    """Returns a fixed unit vector in a generic direction; the global random state does not change."""
     generator = torch.Generator().manual_seed(0)
     vector = torch.randn(size, generator=generator, dtype=torch.float64)
     return (vector / vector.norm()).to(device=device, dtype=dtype)
 
 
 def lanczos_estimates(matrices: Tensor, steps: int = _ESTIMATE_STEPS) -> Tensor:
-    """Returns estimates from below of the largest eigenvalues of positive semidefinite matrices ``(..., m, m)``."""
+    """Returns lower estimates of the largest eigenvalues of positive semidefinite matrices ``(..., m, m)``."""
     shape, side = matrices.shape[:-2], matrices.shape[-1]
     matrices = matrices.flatten(0, -3)
-    # Vectors stand in rows: as columns, a batch of products is up to seven times slower.
+    # Vectors are rows: with columns, a batch of products is up to seven times slower.
     basis = matrices.new_zeros(len(matrices), min(steps, side), side)
     images = torch.zeros_like(basis)
     basis[:, 0] = generic_vector(side, matrices.device, matrices.dtype)
@@ -38,7 +38,7 @@ def lanczos_estimates(matrices: Tensor, steps: int = _ESTIMATE_STEPS) -> Tensor:
         for _ in range(2):
             new = new - (new[:, None] @ known.mH @ known)[:, 0]
         norm = torch.linalg.vector_norm(new, dim=-1, keepdim=True)
-        # A matrix whose Krylov space is exhausted gets a zero vector, which changes nothing.
+        # A matrix with an exhausted Krylov space gets a zero vector, which has no effect.
         basis[:, step + 1] = torch.where(norm > 1e-12 * scale, new / norm.clamp_min(1e-300), 0)
     return torch.linalg.eigvalsh(basis.conj() @ images.mT)[:, -1].clamp_min(0).reshape(shape)
 
@@ -46,13 +46,13 @@ def lanczos_estimates(matrices: Tensor, steps: int = _ESTIMATE_STEPS) -> Tensor:
 def largest_eigenvalue(gram: Callable[[Tensor], Tensor], start: Tensor, tolerance: float = 1e-10) -> Tensor:
     """Returns the largest eigenvalue of a positive semidefinite map to a relative ``tolerance``.
 
-    Lanczos with full (twice repeated) orthogonalisation and thick restarts: the best Ritz vectors and the last
-    direction are kept. The error of a Ritz value is at most its residual ``r``, and ``r^2 / gap`` to the next one.
+    Lanczos with full (repeated) orthogonalisation and thick restarts, which keep the best Ritz vectors and the last
+    direction. The error of a Ritz value is at most its residual ``r``, and ``r^2`` over the gap to the next value.
 
     Args:
         gram: ``v -> G v`` for vectors of the shape of ``start``.
-        start: A vector with a component along the wanted one.
-        tolerance: On the eigenvalue, relative.
+        start: A vector with a component along the top eigenvector.
+        tolerance: The relative error of the eigenvalue.
 
     Warns:
         NotConvergedWarning: If the tolerance is not reached; the value is then a lower bound.

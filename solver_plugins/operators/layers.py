@@ -1,6 +1,6 @@
-"""Reads a layer as a kernel and a :class:`Geometry`, from a small declarative table.
+"""Reads a layer as a kernel and a :class:`Geometry`, with a small declarative table.
 
-Layers of other libraries are matched by qualified name over the class hierarchy, so that none of them is imported.
+Layers of other libraries are matched by the qualified names of their classes and base classes, so none is imported.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ Reader = Callable[[nn.Module], tuple[Tensor, Geometry]]
 LAYERS: Registry[Reader] = Registry("layer")
 
 _MATRIX = Geometry()
-"""That of every matrix: layers are read in each forward pass."""
+"""The geometry of every matrix, made once because layers are read in each forward pass."""
 
 SUPPORTED = (
     "torch.nn.Linear, torch.nn.Conv1d/Conv2d/Conv3d, timm's Conv2dSame and StdConv2d, transformers' Conv1D and "
@@ -29,10 +29,10 @@ SUPPORTED = (
 
 
 def register_layer(layer_class: type[nn.Module] | str, reader: Reader) -> None:
-    """Adds a layer class, and with it its subclasses that keep its forward.
+    """Adds a layer class, including its subclasses that keep its forward.
 
     Args:
-        layer_class: The class, or its qualified name ("package.module.Class") so that it need not be imported.
+        layer_class: The class, or its qualified name ("package.module.Class"), which needs no import.
         reader: Returns kernel and geometry; the layer must compute exactly that convolution plus a bias.
 
     Raises:
@@ -62,9 +62,9 @@ def kernel_of(layer: nn.Module) -> Tensor:
 
 @contextmanager
 def at_rest(layer: nn.Module) -> Iterator[None]:
-    """Within it, looking at a parametrised weight outside of a forward pass changes nothing.
+    """Context in which reading a parametrised weight does not change it.
 
-    In training mode some parametrisations (spectral_norm) take a step with every look.
+    In training mode some parametrisations (spectral_norm) take a step whenever the weight is read.
     """
     moving = []
     if parametrize.is_parametrized(layer):
@@ -80,7 +80,7 @@ def at_rest(layer: nn.Module) -> Iterator[None]:
 
 
 def read_layer(layer: nn.Module) -> tuple[Tensor, Geometry]:
-    """Returns kernel and geometry of a supported layer; raises like :func:`kernel_of`."""
+    """Returns the kernel and geometry of a supported layer; raises like :func:`kernel_of`."""
     reader = reader_for(type(layer))
     with at_rest(layer):
         kernel, geometry = reader(layer)
@@ -92,7 +92,7 @@ def read_layer(layer: nn.Module) -> tuple[Tensor, Geometry]:
 
 
 def _inherited(layer_class: type, base: type) -> bool:
-    # _conv_forward is where torch's convolutions compute; a subclass may replace it and leave forward alone.
+    # torch's convolutions compute in _conv_forward, which a subclass may replace without changing forward.
     return all(
         getattr(layer_class, name, None) is getattr(base, name, None)
         for name in ("forward", "_conv_forward", "__call__")
@@ -107,7 +107,7 @@ def reader_for(layer_class: type) -> Reader:
     """
     own: Reader | None = getattr(layer_class, "kernel_reader", None)
     if own is not None:
-        # A class that says itself how it is read: a solver block, which overrides forward.
+        # A solver block overrides forward, and says itself how it is read.
         return own
     for base in layer_class.__mro__:
         name = _qualified_name(base)
@@ -116,9 +116,9 @@ def reader_for(layer_class: type) -> Reader:
         if _inherited(layer_class, base):
             return LAYERS.get(name)
         raise UnsupportedLayerError(
-            f"{_qualified_name(layer_class)} is a {base.__name__} with a forward of its own, so its weight may not be "
-            f"what it applies (weight standardisation, quantisation, a cache). Expected {SUPPORTED}. "
-            "If it is a convolution of some kernel, say which with solver_plugins.operators.register_layer."
+            f"{_qualified_name(layer_class)} is a {base.__name__} with its own forward, which may apply something else "
+            f"than its weight (weight standardisation, quantisation, a cache). Expected {SUPPORTED}. "
+            "If it convolves with some kernel, say which with solver_plugins.operators.register_layer."
         )
     transposed = " Transposed convolutions are not supported." if "ConvTranspose" in layer_class.__name__ else ""
     raise UnsupportedLayerError(
@@ -163,6 +163,6 @@ for _class in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d):
     register_layer(_class, _read_linear if _class is nn.Linear else _read_conv)
 register_layer("timm.layers.conv2d_same.Conv2dSame", _read_conv_same)
 register_layer("transformers.pytorch_utils.Conv1D", _read_transposed)
-# Both override forward, but only to write the same product differently.
+# Both override forward, but compute the same product.
 register_layer("timm.layers.linear.Linear", _read_linear)
 register_layer("transformers.models.falcon.modeling_falcon.FalconLinear", _read_linear)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import ShapeError
-from solver_plugins.operators.base import LinearOperator
+from solver_plugins.operators.operator import LinearOperator
 from solver_plugins.operators.precision import check_diagonal, match_dtype, scale_rows, scaled_kernel
 
 
@@ -16,7 +16,7 @@ class LinearMap(LinearOperator):
     """``A u = diag(d) W u`` along the last dimension; all other dimensions are batch dimensions.
 
     Attributes:
-        weight: ``W``, shape ``(n2, n1)``; a transposed view will do.
+        weight: ``W``, shape ``(n2, n1)``; may be a transposed view.
         diagonal: ``d``, shape ``(n2,)``, or None for ones.
     """
 
@@ -34,6 +34,14 @@ class LinearMap(LinearOperator):
     @property
     def out_features(self) -> int:
         return self.weight.shape[0]
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return (self.in_features,)
+
+    @property
+    def output_shape(self) -> tuple[int, ...]:
+        return (self.out_features,)
 
     @property
     def problem_dims(self) -> tuple[int, ...]:

@@ -6,24 +6,24 @@
 | ``exact`` | the norm of the real, padded operator at one input size | a dense decomposition or Lanczos |
 | ``power`` | a lower bound, by power iteration on the real operator | some tens of applications |
 
-Lemma 2 on the input's own grid is exact for circular padding only; for zero padding it can be too small (kernel
-[1, 0, -1], n = 6: a norm of 1.732 against 1.802), and a step of ``1/L`` too long. Hence ``certified`` is the default.
+Lemma 2 on the input's own grid is exact for circular padding only. For zero padding it can be too small (kernel
+[1, 0, -1], n = 6: a norm of 1.732 instead of 1.802), and a step of ``1/L`` too long. So ``certified`` is the default.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError, WeightError, did_you_mean
-from solver_plugins.operators.base import LinearOperator
 from solver_plugins.operators.build import operator_from_kernel
 from solver_plugins.operators.certified import certified_bound
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.krylov import generic_vector, largest_eigenvalue
 from solver_plugins.operators.layers import read_layer
+from solver_plugins.operators.operator import LinearOperator
 from solver_plugins.operators.precision import autocast_off, check_diagonal, scaled_kernel
 
 Method = Literal["certified", "exact", "power"]
@@ -39,22 +39,22 @@ def lipschitz_constant(
     diagonal: Tensor | None = None,
     tolerance: float = 0.1,
 ) -> Tensor:
-    """Returns ``lambda_max(A A^T)`` of a layer as a 0-d tensor, of at least float32, on the weight's device.
+    """Returns ``lambda_max(A A^T)`` of a layer as a 0-d tensor on the weight's device, in float32 at least.
 
     Args:
         module: Any layer that :func:`~solver_plugins.operators.kernel_of` can read.
         method: "certified" (never too small, for any input size), "exact" (for ``input_size``) or "power" (from below).
-        input_size: The spatial size of the input. "exact" needs it for convolutions. "certified" uses it to tighten the
-            bound of padding that repeats entries. "power" takes ``max(16, 2 d (k - 1) + 2)`` per dimension if it is not
-            given, more where the padding needs it.
-        diagonal: Bounds ``diag(d) A`` instead (a folded norm).
+        input_size: The spatial size of the input. "exact" needs it for convolutions. "certified" uses it for a tighter
+            bound if the padding repeats entries. "power" uses ``max(16, 2 d (k - 1) + 2)`` per dimension by default,
+            and more if the padding needs it.
+        diagonal: A scale per output feature (a folded norm): bounds ``diag(d) A`` instead.
         tolerance: How far "certified" may be above the supremum over input sizes, relative. "power" stops when a step
-            changes the estimate by less than a thousandth of it. "exact" does not use it.
+            changes the estimate by less than a thousandth of this. "exact" does not use it.
 
     Raises:
         UnsupportedLayerError: If the layer cannot be read.
         OptionError: For an unknown method, a missing input size, or a tolerance that is not positive.
-        WeightError: If the weights are not finite floating point numbers that exist in memory.
+        WeightError: If the weights are not finite floating point numbers in memory.
     """
     kernel, geometry = read_layer(module)
     return lipschitz_from_kernel(kernel, geometry, method, input_size, diagonal, tolerance)
@@ -77,7 +77,7 @@ def lipschitz_from_kernel(
     if isinstance(input_size, int):
         input_size = (input_size,) * geometry.dims
     if method == "exact" and geometry.dims and input_size is None:
-        raise OptionError("The exact norm of a convolution depends on its input: pass input_size, or use 'certified'.")
+        raise OptionError("The exact norm of a convolution depends on its input; pass input_size, or use 'certified'.")
     _check_weights(kernel, diagonal)
     if input_size is not None and geometry.dims:
         geometry.output_size(kernel.shape[2:], input_size)
@@ -91,7 +91,7 @@ def lipschitz_from_kernel(
             value = certified_bound(_double(kernel, diagonal), geometry, input_size, tolerance)
     result = value.to(device=kernel.device, dtype=torch.promote_types(kernel.dtype, torch.float32))
     if method == "certified" and result.to(value) < value:
-        # The nearest smaller dtype's number may lie below a bound that must not.
+        # Rounding to a smaller dtype must not lower the bound.
         result = torch.nextafter(result, torch.full_like(result, math.inf))
     if not torch.isfinite(result):
         raise WeightError(
@@ -101,10 +101,10 @@ def lipschitz_from_kernel(
 
 
 def rescaled_bound(L: Tensor, diagonal: Tensor, reference: Tensor) -> Tensor:
-    """Returns ``L max_i (d_i / dbar_i)^2``: a bound for ``diag(d) A`` from one for ``diag(dbar) A``.
+    """Returns ``L max_i (d_i / dbar_i)^2``: a bound for ``diag(d) A``, given one for ``diag(dbar) A``.
 
-    ``diag(d) A = diag(d / dbar) diag(dbar) A``. A row with ``dbar_i = 0`` says nothing of ``A``, so the bound is
-    infinite unless ``d_i = 0`` too. No host synchronisation.
+    ``diag(d) A = diag(d / dbar) diag(dbar) A``. A row with ``dbar_i = 0`` says nothing about ``A``, so the bound is
+    infinite unless ``d_i = 0`` too. No value is read, so an accelerator is not stalled.
     """
     dtype = torch.promote_types(L.dtype, torch.float32)
     diagonal, reference = diagonal.to(dtype), reference.to(dtype)
@@ -129,18 +129,14 @@ def _check_weights(kernel: Tensor, diagonal: Tensor | None) -> None:
 
 
 def _double(kernel: Tensor, diagonal: Tensor | None) -> Tensor:
-    # MPS has no float64; its few small matrices are no burden for the CPU.
+    # MPS has no float64; its few small matrices are computed on the CPU.
     if kernel.device.type == "mps":
         kernel, diagonal = kernel.cpu(), None if diagonal is None else diagonal.cpu()
     return scaled_kernel(kernel, diagonal, torch.float64)
 
 
 def _real_operator(
-    kernel: Tensor,
-    geometry: Geometry,
-    input_size: Sequence[int] | None,
-    diagonal: Tensor | None,
-    dtype: torch.dtype,
+    kernel: Tensor, geometry: Geometry, input_size: Sequence[int] | None, diagonal: Tensor | None, dtype: torch.dtype
 ) -> LinearOperator:
     kernel = _double(kernel, diagonal) if dtype == torch.float64 else scaled_kernel(kernel, diagonal, dtype)
     if input_size is None:
@@ -152,34 +148,22 @@ def _real_operator(
     return operator_from_kernel(kernel, geometry, (kernel.shape[1] * geometry.groups, *input_size[: geometry.dims]))
 
 
-def _output_shape(operator: LinearOperator) -> tuple[int, ...]:
-    return (operator.out_features, *getattr(operator, "output_size", ()))
-
-
-def _input_shape(operator: LinearOperator) -> tuple[int, ...]:
-    return (operator.in_features, *getattr(operator, "input_size", ()))
-
-
 def _exact(operator: LinearOperator) -> Tensor:
-    """Returns the largest eigenvalue of the smaller Gram matrix, in float64."""
-    rows, columns = math.prod(_output_shape(operator)), math.prod(_input_shape(operator))
-    if min(rows, columns) <= _DENSE_SIDE:
-        eye = torch.eye(min(rows, columns), device=operator.weight.device, dtype=operator.weight.dtype)
-        if rows <= columns:
-            factor = operator.adjoint(eye.reshape(-1, *_output_shape(operator))).flatten(1)
-        else:
-            factor = operator.apply(eye.reshape(-1, *_input_shape(operator))).flatten(1)
+    """Returns the largest eigenvalue of the smaller of ``A A^T`` and ``A^T A``, in float64."""
+    device, dtype = operator.weight.device, operator.weight.dtype
+    shape = min(operator.output_shape, operator.input_shape, key=math.prod)
+    maps: tuple[Callable[[Tensor], Tensor], ...] = (operator.adjoint, operator.apply)
+    first, second = maps if shape == operator.output_shape else maps[::-1]
+    side = math.prod(shape)
+    if side <= _DENSE_SIDE:
+        factor = first(torch.eye(side, device=device, dtype=dtype).reshape(-1, *shape)).flatten(1)
         return torch.linalg.eigvalsh(factor @ factor.T)[-1].clamp_min(0)
-    if rows <= columns:
-        start = generic_vector(rows, operator.weight.device, operator.weight.dtype).reshape(_output_shape(operator))
-        return largest_eigenvalue(operator.gram, start)
-    start = generic_vector(columns, operator.weight.device, operator.weight.dtype).reshape(_input_shape(operator))
-    return largest_eigenvalue(lambda u: operator.adjoint(operator.apply(u)), start)
+    return largest_eigenvalue(lambda v: second(first(v)), generic_vector(side, device, dtype).reshape(shape))
 
 
 def _power(operator: LinearOperator, tolerance: float) -> Tensor:
     """Returns the Rayleigh quotient of a power iteration: a lower bound."""
-    shape = _output_shape(operator)
+    shape = operator.output_shape
     vector = generic_vector(math.prod(shape), operator.weight.device, operator.weight.dtype).reshape(shape)
     estimate = operator.weight.new_zeros(())
     for _ in range(_POWER_STEPS):

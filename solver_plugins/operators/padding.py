@@ -1,7 +1,7 @@
 """Padding, its exact adjoint, and how often padding repeats an entry, one dimension at a time.
 
-Padding in several dimensions is the composition of padding in each, so everything here takes one dimension. All of it
-is slices, flips and sums: out of place, differentiable as often as one likes, and free of data-dependent shapes.
+Padding in several dimensions is the composition of padding in each. Everything here consists of slices, flips and
+sums: it is out of place, differentiable to any order, and free of data-dependent shapes.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def pad(x: Tensor, dim: int, left: int, right: int, mode: str) -> Tensor:
 
 
 def pad_adjoint(y: Tensor, dim: int, left: int, right: int, mode: str) -> Tensor:
-    """Returns ``E^T y``: what lies in the padding is added to the entries that it was copied from."""
+    """Returns ``E^T y``: entries in the padding are added to those that they were copied from."""
     n = y.shape[dim] - left - right
     core = y.narrow(dim, left, n)
     if mode == "zeros":
@@ -72,7 +72,7 @@ _RIGHT_ADJOINT: dict[str, _Side] = {
 
 
 def repetition(mode: str, left: int, right: int, n: int | None) -> int:
-    """Returns ``|E|^2``, the most often that padding repeats one entry; over all sizes if ``n`` is None.
+    """Returns ``|E|^2``, the largest number of copies of one entry; over all sizes if ``n`` is None.
 
     ``E`` has one 1 per row, so ``E^T E`` is diagonal and counts the copies.
     """

@@ -1,6 +1,6 @@
-"""Random sets of input features with an exact count, uniform or by importance, and what they do to smoothness.
+"""Random sets of input features with an exact count, uniform or by importance, and their expected smoothness.
 
-Nothing here looks at a value on the host, so that sampling stalls no GPU and breaks no graph.
+Nothing here reads a value from a device, so sampling does not stall a GPU or break a graph.
 """
 
 import math
@@ -15,21 +15,21 @@ from solver_plugins.errors import OptionError
 from solver_plugins.operators.eager import is_eager
 
 _UNIT = 40
-"""Systematic sampling counts in steps of ``2^-40``: whole numbers, so that the count is exact."""
+"""Systematic sampling counts in steps of ``2^-40``, in whole numbers, so the count is exact."""
 
 
 def uniform(
     shape: Sequence[int], device: torch.device | str | None, dtype: torch.dtype, generator: torch.Generator | None
 ) -> Tensor:
-    """Draws numbers from [0, 1), from the global state unless a generator is given."""
+    """Draws numbers from [0, 1), with the global random state unless a generator is given."""
     if generator is None:
-        # The overload with a generator, even None, cannot be compiled for a batch size that varies.
+        # The overload with a generator, even None, cannot be compiled for a varying batch size.
         return torch.rand(shape, device=device, dtype=dtype)
     return torch.rand(shape, device=device, dtype=dtype, generator=generator)
 
 
 def tau_of(p: float, n: int) -> int:
-    """Returns how many of ``n`` features a dropout rate ``p`` keeps: ``max(1, round((1 - p) n))``.
+    """Returns the number of features, out of ``n``, that a dropout rate ``p`` keeps: ``max(1, round((1 - p) n))``.
 
     Raises:
         OptionError: If ``p`` is not in ``[0, 1]`` or ``n`` is not positive.
@@ -51,12 +51,12 @@ def tau_nice_mask(
     """Draws tau-nice sets (Definition 3.1 of the paper): every subset of ``tau`` features is equally likely.
 
     Args:
-        shape_of_batch: One set is drawn per element; ``()`` draws a single one to share.
-        n: How many features there are.
-        tau: How many are chosen, always exactly.
-        device: Where to draw.
-        dtype: Of the mask.
-        generator: Where randomness comes from; the global state by default.
+        shape_of_batch: One set is drawn per element; ``()`` draws a single set.
+        n: The number of features.
+        tau: The exact number of chosen features.
+        device: The device of the mask.
+        dtype: The dtype of the mask.
+        generator: The source of randomness; by default the global random state.
 
     Returns:
         A mask of zeros and ones, shape ``(*shape_of_batch, n)``.
@@ -74,7 +74,7 @@ def tau_nice_masks(
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draws what ``count`` calls of :func:`tau_nice_mask` would, on the CPU the very same.
+    """Draws the masks of ``count`` calls of :func:`tau_nice_mask`; on the CPU the numbers are the same.
 
     Returns:
         Masks of zeros and ones in one byte each, shape ``(count, *shape_of_batch, n)``.
@@ -83,56 +83,55 @@ def tau_nice_masks(
     shape = (count, *shape_of_batch, n)
     if tau == n:
         return torch.ones(shape, device=device, dtype=torch.uint8)
-    seeds = _seeds(count, device, generator)
-    if seeds is None:
+    masks = _numpy_masks(count, math.prod(shape_of_batch), n, tau, device, generator)
+    if masks is None:
         chosen = uniform(shape, device, torch.float32, generator).topk(tau, dim=-1, sorted=False).indices
         return torch.zeros(shape, device=device, dtype=torch.uint8).scatter(-1, chosen, 1)
-    masks = np.empty((count, math.prod(shape_of_batch), n), np.bool_)
-    for seed, mask in zip(seeds, masks, strict=True):
-        _fill_with_sets(mask, tau, np.random.SFC64(seed))
-    # As bytes: torch multiplies by them twice as fast as by booleans.
+    # As bytes, because torch multiplies by them twice as fast as by booleans.
     return torch.from_numpy(masks).view(torch.uint8).reshape(shape)
 
 
 def tau_nice_indices(
-    count: int,
-    n: int,
-    tau: int,
-    *,
-    device: torch.device | str | None = None,
-    generator: torch.Generator | None = None,
+    count: int, n: int, tau: int, *, device: torch.device | str | None = None, generator: torch.Generator | None = None
 ) -> Tensor:
     """Draws ``count`` tau-nice sets as indices, shape ``(count, tau)``: those of :func:`tau_nice_mask`."""
     _check_count(n, tau)
-    seeds = _seeds(count, device, generator)
-    if seeds is None:
+    masks = _numpy_masks(count, 1, n, tau, device, generator)
+    if masks is None:
         return uniform((count, n), device, torch.float32, generator).topk(tau, dim=-1, sorted=False).indices
-    masks = np.empty((count, 1, n), np.bool_)
-    for seed, mask in zip(seeds, masks, strict=True):
-        _fill_with_sets(mask, tau, np.random.SFC64(seed))
     return torch.from_numpy(masks.nonzero()[2].reshape(count, tau))
 
 
-def _seeds(count: int, device: torch.device | str | None, generator: torch.Generator | None) -> list[int] | None:
-    """Draws one seed per sample where numpy can draw it: on the CPU, not traced, compiled or transformed.
+_Masks = np.ndarray[Any, np.dtype[np.bool_]]
+
+
+def _numpy_masks(
+    count: int, rows: int, n: int, tau: int, device: torch.device | str | None, generator: torch.Generator | None
+) -> _Masks | None:
+    """Draws ``count`` times ``rows`` masks with numpy where values may be read, otherwise returns None.
 
     From a seed numpy draws keys three times as fast as torch, and finds the largest eight times as fast as topk.
     """
     if not is_eager(torch.device(torch.get_default_device() if device is None else device)):
         return None
     seeds = torch.randint(2**63 - 1, (count,), device="cpu", generator=generator)
-    # A tensor of another type has no values (one that a compiler traces with, say).
-    return seeds.tolist() if type(seeds) is Tensor else None
+    # A tensor subclass has no values, for example one that a compiler traces with.
+    if type(seeds) is not Tensor:
+        return None
+    masks: _Masks = np.empty((count, rows, n), np.bool_)
+    for seed, mask in zip(seeds.tolist(), masks, strict=True):
+        _fill_with_sets(mask, tau, np.random.SFC64(seed))
+    return masks
 
 
-def _fill_with_sets(mask: "np.ndarray[Any, np.dtype[np.bool_]]", tau: int, source: np.random.SFC64) -> None:
-    """Writes a mask of the ``tau`` largest of random keys into every row."""
+def _fill_with_sets(mask: _Masks, tau: int, source: np.random.SFC64) -> None:
+    """Writes a mask of the ``tau`` largest random keys into every row."""
     rows, n = mask.shape
     keys = source.random_raw(-(-rows * n // 2)).view(np.int32)[: rows * n].reshape(rows, n)
     least = np.partition(keys, n - tau, axis=-1)[:, n - tau : n - tau + 1]
     np.greater_equal(keys, least, out=mask)
     if np.count_nonzero(mask) > rows * tau:
-        # Equal keys: such rows are drawn again, which leaves all sets equally likely.
+        # Rows with equal keys are drawn again, so all sets stay equally likely.
         again = mask.sum(-1) > tau
         drawn = np.empty((int(again.sum()), n), np.bool_)
         _fill_with_sets(drawn, tau, source)
@@ -142,13 +141,13 @@ def _fill_with_sets(mask: "np.ndarray[Any, np.dtype[np.bool_]]", tau: int, sourc
 def inclusion_probabilities(scores: Tensor, tau: int) -> Tensor:
     """Returns ``pi_i = min(1, c s_i)`` with ``sum_i pi_i = tau`` along the last dimension.
 
-    The number ``m`` of features with ``pi = 1`` is found by sorting: the smallest one with
-    ``(tau - m) s_(m+1) <= sum_{i > m} s_(i)``. Where fewer than ``tau`` scores are positive, the features with score
-    zero share what is left equally; if none is positive, all do.
+    Sorting gives the number ``m`` of features with ``pi = 1``: the smallest one with
+    ``(tau - m) s_(m+1) <= sum_{i > m} s_(i)``. If fewer than ``tau`` scores are positive, the features with score zero
+    share the rest equally.
 
     Args:
         scores: Nonnegative importance, shape ``(..., n)``.
-        tau: How many features are to be chosen.
+        tau: The number of features to choose.
     """
     n = scores.shape[-1]
     _check_count(n, tau)
@@ -156,7 +155,7 @@ def inclusion_probabilities(scores: Tensor, tau: int) -> Tensor:
     ordered, order = scores.to(work).clamp_min(0).sort(dim=-1, descending=True)
     largest = ordered[..., :1]
     ordered = ordered / torch.where(largest > 0, largest, torch.ones_like(largest))
-    # Summed from the small end: a difference from the total would cancel.
+    # Summed from the small end, because a difference from the total would cancel.
     tails = ordered.flip(-1).cumsum(-1).flip(-1)
     position = torch.arange(n, device=scores.device)
     left = (tau - position).to(work)
@@ -172,15 +171,15 @@ def inclusion_probabilities(scores: Tensor, tau: int) -> Tensor:
 
 
 def importance_mask(probabilities: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
-    """Draws sets without replacement where feature ``i`` is in with probability ``pi_i`` and the count is exact.
+    """Draws sets with an exact count that contain feature ``i`` with probability ``pi_i``, without replacement.
 
-    Systematic sampling in a random order: the probabilities are laid end to end on ``[0, tau]`` and the features under
-    ``u, u + 1, ...`` are chosen, ``u`` uniform. Positions are whole multiples of ``2^-40``, and no feature is longer
-    than one unit, so that each is chosen at most once and rounding cannot change the count.
+    Systematic sampling in a random order: the probabilities are laid end to end on ``[0, tau]``, and the features
+    under ``u, u + 1, ...`` are chosen, with ``u`` uniform. Positions are whole multiples of ``2^-40`` and no feature is
+    longer than one unit, so each is chosen at most once and rounding cannot change the count.
 
     Args:
         probabilities: From :func:`inclusion_probabilities`: in ``[0, 1]`` with a whole sum, shape ``(..., n)``.
-        generator: Where randomness comes from; the global state by default.
+        generator: The source of randomness; by default the global random state.
 
     Returns:
         A mask of zeros and ones of the same shape and dtype. ``importance_weights`` makes it unbiased.
@@ -193,7 +192,7 @@ def importance_mask(probabilities: Tensor, *, generator: torch.Generator | None 
     tau = ends[..., -1:].round()
     total = (tau * unit).to(torch.int64)
     ends = (ends * (tau / ends[..., -1:].clamp_min(torch.finfo(work).tiny)) * unit).round().to(torch.int64)
-    # Rounding may have made a feature longer than a unit: cut it (cummin), and let the end be reached from behind
+    # Rounding may have made a feature longer than a unit: cut it (cummin), and make sure that the end is reached
     # (maximum).
     whole = torch.arange(1, n + 1, device=device) * unit
     ends = (ends - whole).clamp_max(0).cummin(-1).values + whole
@@ -206,7 +205,7 @@ def importance_mask(probabilities: Tensor, *, generator: torch.Generator | None 
 
 
 def importance_weights(mask: Tensor, probabilities: Tensor) -> Tensor:
-    """Returns ``mask / pi``, the weights with expectation one; zero where a feature is never chosen."""
+    """Returns ``mask / pi``, weights with expectation one; zero for a feature that is never chosen."""
     possible = probabilities > 0
     return torch.where(possible, mask / torch.where(possible, probabilities, torch.ones_like(probabilities)), 0.0)
 
@@ -215,13 +214,13 @@ def expected_smoothness(L: Tensor, column_norms_sq: Tensor, n: int, tau: int) ->
     """Returns the expected-smoothness constant of tau-nice sampling (Gower et al. 2018).
 
     ``L_tau = n(tau-1) / (tau(n-1)) L + (n-tau) / (tau(n-1)) max_i L_i`` with ``L_i = n |a_i|^2``. With ``H = A A^T``
-    and ``H_S = (n/tau) A_S A_S^T`` it holds that ``E |H_S x|^2 <= L_tau <x, H x>``.
+    and ``H_S = (n/tau) A_S A_S^T``, ``E |H_S x|^2 <= L_tau <x, H x>``.
 
     Args:
         L: ``lambda_max(A A^T)``, or a bound on it.
         column_norms_sq: ``|a_i|^2``, shape ``(n,)``.
-        n: How many features there are.
-        tau: How many are chosen.
+        n: The number of features.
+        tau: The number of chosen features.
     """
     _check_count(n, tau)
     if tau == n:

@@ -1,8 +1,8 @@
-"""Reads layers of other libraries that override ``forward`` and still are the convolution of some kernel.
+"""Reads layers of other libraries that override ``forward`` but still convolve with some kernel.
 
-Weight standardisation convolves with the rows of the weight shifted to mean zero and scaled to variance one. The
-readers here return that kernel, differentiable in the weight and the gain, so that ``A``, its adjoint and its Lipschitz
-constant are those of what the layer applies. The layer itself still computes ``A u + b``.
+Weight standardisation shifts the rows of the weight to mean zero, scales them to variance one, and convolves with the
+result. The readers here return that kernel, differentiable in the weight and the gain, so ``A``, its adjoint and its
+Lipschitz constant describe what the layer applies. The layer itself still computes ``A u + b``.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def standardized(weight: Tensor, eps: float, gain: Tensor | None = None) -> Tens
     Args:
         weight: A kernel ``[n2, ...]``.
         eps: Added to the (biased) variance.
-        gain: One number per output feature, in any shape; ones by default.
+        gain: One number per output feature, in any shape; by default ones.
     """
     rows = weight.reshape(1, weight.shape[0], -1)
     scale = None if gain is None else gain.reshape(-1)
@@ -29,7 +29,7 @@ def standardized(weight: Tensor, eps: float, gain: Tensor | None = None) -> Tens
 
 
 def _geometry(conv: Any, dynamic: bool) -> Geometry:
-    """The geometry of a convolution that pads with zeros: its own amounts, or TensorFlow's SAME."""
+    """Returns the geometry of a convolution that pads with zeros: its own amounts, or TensorFlow's SAME."""
     if dynamic:
         if any(_sides(conv)):
             raise UnsupportedLayerError(
@@ -41,10 +41,10 @@ def _geometry(conv: Any, dynamic: bool) -> Geometry:
 
 
 def _sides(conv: Any) -> tuple[int, ...]:
-    """The same amounts that a convolution pads by itself on both sides of each dimension."""
+    """Returns the amount per dimension by which a convolution itself pads both sides."""
     if isinstance(conv.padding, str):
         raise UnsupportedLayerError(
-            f"{type(conv).__qualname__} pads its input and by padding={conv.padding!r} again. Expected numbers."
+            f"{type(conv).__qualname__} pads its input, and again by padding={conv.padding!r}. Expected numbers."
         )
     return tuple(conv.padding)
 
@@ -69,7 +69,7 @@ def _read_bit(layer: nn.Module) -> tuple[Tensor, Geometry]:
 
 
 def _read_zero_padded(layer: nn.Module) -> tuple[Tensor, Geometry]:
-    """Reads Perceiver's ``Conv2dSamePadding``: zeros by a module of its own, then torch's convolution."""
+    """Reads Perceiver's ``Conv2dSamePadding``: a module pads with zeros, then torch convolves."""
     conv: Any = layer
     if conv.padding_mode != "zeros":
         raise UnsupportedLayerError(f"{type(conv).__qualname__} pads with zeros and with {conv.padding_mode!r}.")

@@ -1,4 +1,4 @@
-"""The symbol of a convolution on the infinite lattice, and bounds on its supremum from a grid of frequencies.
+"""The symbol of a convolution on the infinite lattice, and bounds on its supremum by a grid of frequencies.
 
 A convolution with stride ``s`` maps the ``s`` phases of its input by unstrided convolutions. Its symbol is the matrix
 ``P(w) = sum_t W_t exp(-i w t)`` of shape ``(n2, n1 * phases)`` with the polyphase kernel ``W_t`` of length
@@ -8,7 +8,7 @@ eq. (6), of the paper.
 **From grid to supremum.** For unit vectors ``x, y``, ``|y^H P(w) x|^2`` is a nonnegative trigonometric polynomial of
 degree ``m = length - 1`` along each dimension. With ``M`` its maximum, ``T - M/2`` is bounded by ``M/2``, hence (M.
 Riesz) ``T(w) - M/2 >= M/2 cos(m (w - w*))`` near the maximum ``w*``. Some point of an N-point grid is within ``pi/N``,
-so that ``M <= T(grid) / cos(m pi / (2 N))^2``, one such factor per dimension, for every ``N > m``.
+so ``M <= T(grid) / cos(m pi / (2 N))^2``, with one such factor per dimension, for every ``N > m``.
 """
 
 import itertools
@@ -27,15 +27,15 @@ from solver_plugins.operators.precision import autocast_off, scaled_kernel
 COLUMN_TOLERANCE = 0.1
 _POWER_SLACK = 1.05
 _SMALL = 128
-"""Up to this many rows times taps all lags come from one product, which a compiler sees as few operations."""
+"""Up to this many rows times taps, one product gives all lags, which are few operations for a compiler."""
 _HALVED = 256
-"""From twice this many rows the symmetry of a product is used."""
+"""From twice this many rows on, the symmetry of a product is used."""
 
 
 def polyphase(kernel: Tensor, stride: Sequence[int], groups: int) -> Tensor:
     """Splits a kernel ``[n2, n1/groups, *k]`` into ``[groups, n2/groups, n1/groups * phases, *length]``.
 
-    Phases that no tap falls into are left out: a 1x1 kernel with stride 2 has one phase.
+    Phases without a tap are left out: a 1x1 kernel with stride 2 has one phase.
     """
     blocks = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
     for axis, step in enumerate(stride, start=3):
@@ -54,7 +54,7 @@ def frequencies(grid: Sequence[int], device: torch.device, dtype: torch.dtype) -
     """Returns one of each pair ``w, -w`` of an N-point grid per dimension, shape ``(F, dims)``."""
     if not grid:
         return torch.zeros(1, 0, device=device, dtype=dtype)
-    # Real kernels have P(-w) = conj P(w). The last dimension that is sampled at all can be halved.
+    # Real kernels have P(-w) = conj P(w), so the last sampled dimension can be halved.
     halved = max((axis for axis, n in enumerate(grid) if n > 1), default=0)
     axes = [
         torch.arange(n // 2 + 1 if axis == halved else n, device=device).to(dtype) * (2 * math.pi / n)
@@ -64,7 +64,7 @@ def frequencies(grid: Sequence[int], device: torch.device, dtype: torch.dtype) -
 
 
 def tap_positions(lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Returns the position of each tap of a flattened kernel, whole numbers of shape ``(taps, dims)``."""
+    """Returns the position of each tap of a flattened kernel as whole numbers, shape ``(taps, dims)``."""
     if not lengths:
         return torch.zeros(1, 0, dtype=torch.int64, device=device)
     axes = [torch.arange(length, device=device) for length in lengths]
@@ -77,7 +77,7 @@ def grid_for(lengths: Sequence[int], tolerance: float) -> tuple[tuple[int, ...],
     if not sampled:
         return (1,) * len(lengths), 1.0
     angle = math.acos((1 + tolerance) ** (-0.5 / sampled))
-    # A length of 2m + 1 at least keeps the factor finite whatever the tolerance.
+    # A grid of 2m + 1 points or more keeps the factor finite for any tolerance.
     grid = tuple(
         1 if length == 1 else max(2 * length - 1, math.ceil((length - 1) * math.pi / (2 * angle))) for length in lengths
     )
@@ -92,7 +92,7 @@ class GramSymbol:
     """``P(w) P(w)^H`` or ``P(w)^H P(w)``, whichever is smaller, from the autocorrelation of the kernel.
 
     ``G(w) = R_0 + sum_{j > 0} R_j exp(-i w j) + R_j^T exp(i w j)`` with ``R_j = sum_t W_{t+j} W_t^T``. The products are
-    done once, not once per frequency, and in real arithmetic.
+    computed once, not once per frequency, and in real arithmetic.
 
     Attributes:
         even: ``R_0`` and ``R_j + R_j^T``, shape ``(lags, groups, m, m)``.
@@ -110,7 +110,7 @@ class GramSymbol:
         if blocks.shape[1] > blocks.shape[2]:
             blocks = blocks.transpose(1, 2)
         lengths = blocks.shape[3:]
-        # Of each pair j, -j the first in this order is kept; zero is the middle one.
+        # One lag of each pair j, -j is kept; zero is the middle one.
         lags = list(itertools.product(*(range(-length + 1, length) for length in lengths)))
         lags = lags[len(lags) // 2 :]
         positions = torch.tensor(lags, device=blocks.device, dtype=blocks.dtype).reshape(len(lags), len(lengths))
@@ -123,7 +123,7 @@ class GramSymbol:
             correlations = [_correlate(blocks, lag) for lag in lags]
         correlations[0] = correlations[0] / 2
         return cls(
-            # Stacked after the sums: a sum of a stack and its transpose would not be contiguous.
+            # Stacked after the sums, because the sum of a stack and its transpose would not be contiguous.
             even=torch.stack([correlation + correlation.mT for correlation in correlations]),
             odd=torch.stack([correlation.mT - correlation for correlation in correlations]),
             lags=positions,
@@ -136,7 +136,7 @@ class GramSymbol:
 
     @property
     def is_real(self) -> bool:
-        """Whether no lag but zero exists, or the matrices are numbers: the imaginary part vanishes."""
+        """Whether the imaginary part vanishes: there is no lag but zero, or the matrices are numbers."""
         return len(self.lags) == 1 or self.side == 1
 
     def real_at(self, points: Tensor) -> Tensor:
@@ -153,11 +153,11 @@ def column_suprema(
 ) -> Tensor:
     """Returns an upper bound on ``lambda_max(A_i A_i^T)`` for each input channel ``i`` alone, shape ``(n1,)``.
 
-    Pure tensor operations without a host synchronisation, so that it may be called in a compiled forward pass.
+    It reads no value, so it may be called in a compiled forward pass.
     """
     with autocast_off(kernel.device):
         groups, outputs = geometry.groups, kernel.shape[0] // geometry.groups
-        # In float64: reduced precisions that a user allows for float32 products would void the bound. MPS has none.
+        # In float64, because reduced precision of float32 products (TF32) would break the bound. MPS has no float64.
         dtype = torch.float32 if kernel.device.type == "mps" else torch.float64
         single = scaled_kernel(kernel, diagonal, dtype).reshape(groups, outputs, *kernel.shape[1:]).transpose(1, 2)
         single = single.reshape(-1, 1, *kernel.shape[2:])
@@ -175,7 +175,7 @@ def column_suprema(
 
 
 def _eigenvalue_bound(gram: GramSymbol, points: Tensor) -> Tensor:
-    """Returns a number at most 5% above ``lambda_max(G)``, never below: ``|G^q|_F^(1/q)`` with ``q`` a power of two."""
+    """Returns ``|G^q|_F^(1/q)`` with a power of two ``q``: never below ``lambda_max(G)``, and at most 5% above."""
     matrix = gram.real_at(points)
     if gram.side == 1:
         return matrix[..., 0, 0].clamp_min(0)
@@ -223,7 +223,7 @@ def _correlate(blocks: Tensor, lag: Sequence[int]) -> Tensor:
 
 
 def _outer(rows: Tensor) -> Tensor:
-    """Returns ``A A^T`` per group; of large ones the blocks above the diagonal are copied from below."""
+    """Returns ``A A^T`` per group; for large ones the blocks above the diagonal are copied from below."""
     half = rows.shape[1] // 2
     if half < _HALVED:
         return rows @ rows.mT

@@ -1,8 +1,8 @@
-"""Follows the Lipschitz constant between certified refreshes: a few warm power steps per training step.
+"""Tracks the Lipschitz constant between certified refreshes, by a few warm power steps per training step.
 
-The iteration runs on the symbol of the kernel at a few fixed frequencies, so that its state is small and does not
-depend on the input size. It is a *lower* bound on the supremum: use the ratio to the estimate at the last certified
-refresh, or multiply by a margin. Cosine and sine parts are kept apart: no complex dtypes, which compilers do not like.
+The iteration runs on the symbol of the kernel at a few fixed frequencies, so its state is small and does not depend on
+the input size. It gives a *lower* bound on the supremum: use its ratio to the estimate at the last certified refresh,
+or multiply by a margin. Cosine and sine parts are separate, because compilers do not support complex dtypes well.
 """
 
 import functools
@@ -21,10 +21,10 @@ from solver_plugins.operators.symbol import frequencies, polyphase, tap_position
 
 
 def start_vectors(kernel: Tensor, geometry: Geometry) -> Tensor:
-    """Returns vectors in no special direction to start from, shape ``(F, groups, n2/groups, 2)``, at least float32.
+    """Returns start vectors in generic directions, shape ``(F, groups, n2/groups, 2)``, in float32 at least.
 
-    One per frequency of the grid and group; the last dimension holds real and imaginary part. The same on every device
-    and in every process; the global random state is left alone.
+    There is one vector per frequency and group; the last dimension holds the real and imaginary part. They are the same
+    on every device and in every process, and the global random state does not change.
     """
     grid = _grid(kernel, geometry)
     count = len(frequencies(grid, torch.device("cpu"), torch.float32))
@@ -33,7 +33,7 @@ def start_vectors(kernel: Tensor, geometry: Geometry) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     vectors = torch.randn(count, geometry.groups, rows, 2, generator=generator, dtype=torch.float32)
     if count == 1:
-        # A real matrix: its top vector is real, and an imaginary part would only be carried along.
+        # The top vector of a real matrix is real.
         vectors = vectors * vectors.new_tensor([1.0, 0.0])
     return (vectors / torch.linalg.vector_norm(vectors, dim=(2, 3), keepdim=True)).to(device=kernel.device, dtype=dtype)
 
@@ -49,7 +49,7 @@ def power_step(
 
 @torch.no_grad()
 def power_quotient(kernel: Tensor, geometry: Geometry, vectors: Tensor, diagonal: Tensor | None = None) -> Tensor:
-    """Returns the quotient of a :func:`power_step`, of a matrix in few operations: every evaluation looks at it."""
+    """Returns the quotient of a :func:`power_step`; for a matrix in few operations, as every evaluation needs it."""
     scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
     if not _is_matrix(kernel, geometry) or not is_eager(kernel.device) or type(scaled) is not Tensor:
         return power_step(kernel, geometry, vectors, diagonal)[0]
@@ -68,12 +68,7 @@ def _is_matrix(kernel: Tensor, geometry: Geometry) -> bool:
 
 @torch.no_grad()
 def power_steps(
-    kernel: Tensor,
-    geometry: Geometry,
-    vectors: Tensor,
-    count: int,
-    diagonal: Tensor | None = None,
-    share: float = 0.0,
+    kernel: Tensor, geometry: Geometry, vectors: Tensor, count: int, diagonal: Tensor | None = None, share: float = 0.0
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Takes ``count`` power steps ``v <- P P^H v / |P P^H v|`` at every frequency.
 
@@ -81,14 +76,13 @@ def power_steps(
         kernel: ``[n2, n1/groups, *k]``.
         geometry: Stride, dilation and groups matter; padding does not.
         vectors: From :func:`start_vectors` or an earlier step.
-        count: How many steps.
-        diagonal: Follows ``diag(d) A`` instead.
-        share: How much of a generic direction is mixed into each new vector, so that no direction is ever lost.
+        count: The number of steps.
+        diagonal: Tracks ``diag(d) A`` instead.
+        share: The share of a generic direction that is mixed into each new vector, so that no direction is ever lost.
 
     Returns:
         For each step the largest ``|P P^H v| / |v|`` as a 0-d tensor, a lower bound on the supremum that never falls
-        from step to step (without a share), and the new vectors. Weights of zero give zero and leave the vectors as
-        they are.
+        from step to step (without a share), and the new vectors. Weights of zero give zero and the same vectors.
     """
     quotients, results = [], []
     with autocast_off(kernel.device):
@@ -111,13 +105,13 @@ Number = float | Tensor
 
 
 class WarmSteps(NamedTuple):
-    """What three power steps found: 0-d tensors, or numbers where looking at them costs nothing.
+    """The result of three power steps: 0-d tensors, or numbers if reading them costs nothing.
 
     Attributes:
-        quotients: Of the three steps.
-        largest: The largest diagonal entry of ``A A^T``: a lower bound that no stale vector can miss.
-        vectors: Those that the third step started from: a step from them gives its quotient again. Of a matrix only
-            the real part, which is all there is.
+        quotients: The quotients of the three steps.
+        largest: The largest diagonal entry of ``A A^T``, a lower bound that does not depend on the vectors.
+        vectors: The start vectors of the third step: a step from them gives its quotient again. For a matrix only the
+            real part, because the imaginary part is zero.
     """
 
     quotients: tuple[Number, Number, Number]
@@ -136,13 +130,7 @@ def warm_steps(
 ) -> WarmSteps:
     """Takes three power steps, with a generic direction mixed in; arguments as in :func:`power_steps`.
 
-    Args:
-        kernel: ``[n2, n1/groups, *k]``.
-        geometry: Stride, dilation and groups matter; padding does not.
-        vectors: From :func:`start_vectors` or an earlier step, of length one.
-        share: How much of a generic direction is mixed in.
-        diagonal: Follows ``diag(d) A`` instead.
-        gram: ``A A^T``, where it is known: for a matrix only, and without a diagonal.
+    The vectors have length one. ``gram`` is ``A A^T`` if it is known, only for a matrix without a diagonal.
     """
     with autocast_off(kernel.device):
         scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
@@ -155,12 +143,12 @@ def warm_steps(
 
 
 def _matrix_steps(matrix: Tensor, vectors: Tensor, share: float, gram: Tensor | None) -> WarmSteps:
-    """Takes the steps in few operations, and none that looks at a value."""
+    """Takes the steps in few operations, without reading a value."""
     tiny, v = torch.finfo(vectors.dtype).tiny, vectors[0, 0, :, 0]
     norm = torch.linalg.vector_norm
-    # Not from the diagonal of A A^T, which Inductor cannot take of a product.
+    # Not from the diagonal of A A^T, because Inductor cannot take the diagonal of a product.
     largest = norm(matrix, dim=1).amax().square()
-    # Steps with A A^T over its largest entry neither overflow nor vanish, so that no vector is scaled between them.
+    # Steps with A A^T over its largest entry neither overflow nor vanish, so no vector is scaled between them.
     inverse = largest.clamp_min(tiny).reciprocal()
 
     def step(x: Tensor) -> Tensor:
@@ -180,7 +168,7 @@ def _matrix_steps(matrix: Tensor, vectors: Tensor, share: float, gram: Tensor | 
 
 
 def _matrix_steps_at_once(matrix: Tensor, vectors: Tensor, share: float, gram: Tensor | None) -> WarmSteps:
-    """Does the same with numbers, in fewer operations yet: a small layer takes longer to call than to multiply."""
+    """Does the same with numbers, in even fewer operations: for small layers, calls take longer than products."""
     tiny, v = torch.finfo(vectors.dtype).tiny, vectors[0, 0, :, 0]
     if gram is None:
         largest = float(torch.linalg.vector_norm(matrix, dim=1).amax()) ** 2
@@ -191,7 +179,7 @@ def _matrix_steps_at_once(matrix: Tensor, vectors: Tensor, share: float, gram: T
     def times(x: Tensor) -> Tensor:
         if gram is None:
             return matrix @ (x @ matrix).mul_(inverse)
-        # The product takes the factor along, and does not read its first argument.
+        # One call multiplies by the factor, too; with beta=0 it does not read its first argument.
         return torch.addmv(x, gram, x, beta=0, alpha=inverse)
 
     def step(x: Tensor) -> tuple[Tensor, float]:
@@ -208,7 +196,7 @@ def _matrix_steps_at_once(matrix: Tensor, vectors: Tensor, share: float, gram: T
 
 
 def _length(vector: Tensor) -> float:
-    """Returns the norm of a vector on the CPU; numpy is called in a tenth of the time."""
+    """Returns the norm of a vector on the CPU; a call of numpy takes a tenth of the time."""
     values = vector.numpy()
     return math.sqrt(values.dot(values))
 
@@ -219,7 +207,7 @@ class _Symbol:
 
     Attributes:
         cos: ``C``, ``[F, groups, rows, columns]``.
-        sin: ``S``; None where no kernel has more than one tap: the symbol is the matrix itself, and vectors are real.
+        sin: ``S``; None if the kernel has a single tap: the symbol is then the matrix itself, and vectors are real.
     """
 
     cos: Tensor
@@ -234,7 +222,7 @@ class _Symbol:
             return cls(blocks.reshape(1, *blocks.shape[:3]), None)
         points = frequencies(_grid(weight, geometry), weight.device, weight.dtype)
         angles = points @ tap_positions(blocks.shape[3:], weight.device).to(weight.dtype).T
-        # One product turns all taps into all frequencies; each step is then a product of matrix and vector.
+        # One product gives all frequencies from all taps; each step is then a product of matrix and vector.
         taps = blocks.reshape(-1, angles.shape[1])
         shape = (len(points), *blocks.shape[:3])
         return cls((angles.cos() @ taps.T).reshape(shape), (angles.sin() @ taps.T).reshape(shape))
@@ -252,7 +240,7 @@ class _Symbol:
         return quotient.amax(), new
 
     def real_steps(self, v: Tensor, count: int, generic: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Takes several steps with a matrix, in few operations: a small layer takes longer to call than to multiply."""
+        """Takes several steps with a matrix in few operations: for small layers, calls take longer than products."""
         tiny = torch.finfo(v.dtype).tiny
         rows, quotients, results = v[..., :1].mT, [], []
         length: Tensor | None = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min(tiny)
@@ -271,8 +259,8 @@ class _Symbol:
         return quotients, results
 
     def _times(self, v: Tensor, adjoint: bool) -> Tensor:
-        """Returns ``P v`` or ``P^H v``; real and imaginary part stand in the last dimension."""
-        # As rows: a product with two rows is as fast as memory is read, one with two columns up to ten times slower.
+        """Returns ``P v`` or ``P^H v``; the last dimension holds the real and imaginary part."""
+        # As rows, because a product with two columns is up to ten times slower than one with two rows.
         rows = v.mT.contiguous()
         assert self.sin is not None
         cos, sin = (self.cos, self.sin) if adjoint else (self.cos.mT, self.sin.mT)
@@ -286,14 +274,14 @@ class _Symbol:
 @functools.lru_cache(maxsize=256)
 def _generic_share(count: int, dtype: torch.dtype, share: float) -> Tensor:
     """Returns a share of :func:`_generic` for a real vector, on the CPU; computed once for each length."""
-    # Not an inference tensor, which could not be used outside of that mode.
+    # Not an inference tensor, which could not be used outside that mode.
     with torch.inference_mode(False):
         vectors = torch.empty(1, 1, count, 2, dtype=dtype, device="cpu")
         return share * _generic(vectors, real=True)[:, 0]
 
 
 def _generic(vectors: Tensor, real: bool) -> Tensor:
-    """Returns a unit vector in a direction that is generic, and the same everywhere."""
+    """Returns a unit vector in a fixed generic direction."""
     index = torch.arange(vectors[0, 0].numel(), device=vectors.device, dtype=vectors.dtype)
     generic = torch.cos(1.7 * index + 0.37 * (index % 97).square()).reshape(vectors.shape[2:])
     if real:
@@ -302,6 +290,6 @@ def _generic(vectors: Tensor, real: bool) -> Tensor:
 
 
 def _grid(kernel: Tensor, geometry: Geometry) -> tuple[int, ...]:
-    """Returns how many frequencies are followed per dimension: 1, 4, or 8 for more than three taps."""
+    """Returns the number of frequencies per dimension: 1, 4, or 8 for more than three taps."""
     lengths = [-(-taps // step) for taps, step in zip(kernel.shape[2:], geometry.reduced_stride(), strict=True)]
     return tuple(1 if length == 1 else 4 if length <= 3 else 8 for length in lengths)

@@ -2,13 +2,12 @@
 
 from solver_plugins.prox.activations import declare_activation, prox_for
 from solver_plugins.prox.barriers import SigmoidBarrier, SoftplusBarrier, SquaredHinge, TanhBarrier
-from solver_plugins.prox.base import Prior, Step
 from solver_plugins.prox.boxes import HardtanhPrior, IdentityPrior, Relu6Prior, ReluPrior
 from solver_plugins.prox.exponential import CeluPrior, EluPrior
 from solver_plugins.prox.leaky import LeakyReluPrior, PreluPrior
 from solver_plugins.prox.matrix import nuclear_norm, prox_nuclear_norm, prox_psd, psd_indicator
 from solver_plugins.prox.monotone import Monotone, check_monotone
-from solver_plugins.prox.priors import PRIORS, list_priors, make_prior, register_prior
+from solver_plugins.prox.prior import PRIORS, Prior, Step, list_priors, make_prior, register_prior
 from solver_plugins.prox.shrink import SoftshrinkPrior, TanhshrinkPrior
 from solver_plugins.prox.sigmoids import AtanPrior, HardsigmoidPrior, SigmoidPrior, SoftsignPrior, TanhPrior
 from solver_plugins.prox.softmax import SoftmaxPrior

@@ -8,16 +8,15 @@ from typing import Any
 from torch import nn
 
 from solver_plugins.errors import DuplicateNameError, NotProximalError, OptionError
-from solver_plugins.prox.base import Prior
 from solver_plugins.prox.boxes import IdentityPrior
-from solver_plugins.prox.priors import PRIORS, make_prior
+from solver_plugins.prox.prior import PRIORS, Prior, make_prior
 from solver_plugins.prox.rejections import (
     REJECTED_CLASSES,
     REJECTED_FUNCTIONS,
-    REJECTED_HOST_FUNCTIONS,
+    REJECTED_LIBRARY_FUNCTIONS,
     REJECTED_NAMES,
 )
-from solver_plugins.prox.table import ALIASES, CLASSES, FUNCTIONS, HOST_FUNCTIONS, bind
+from solver_plugins.prox.table import ALIASES, CLASSES, FUNCTIONS, LIBRARY_FUNCTIONS, bind
 
 Activation = None | str | Prior | nn.Module | Callable[..., Any]
 
@@ -29,13 +28,13 @@ def prox_for(activation: Activation, *args: Any, **kwargs: Any) -> Prior:
 
     Args:
         activation: None (no activation), a module, a function of torch or timm (also as ``functools.partial``), the
-            name of a registered prior, or a prior, which is returned as it is.
+            name of a registered prior, or a prior, which is returned unchanged.
         *args: For a function: the parameters after its input, as in the call ``F.hardtanh(x, -2.0, 2.0)``.
         **kwargs: The same by name; for the name of a prior, its parameters.
 
     Raises:
-        NotProximalError: If it is the proximal map of nothing, with the reason (GELU, SELU, a slope out of range), or
-            if it is not known, with how to declare it. A subclass with a ``forward`` of its own is not known.
+        NotProximalError: If it is not a proximal map, with the reason (GELU, SELU, a slope out of range), or if it is
+            unknown, with how to declare it. A subclass with its own ``forward`` is unknown.
         UnknownNameError: If it is a string that is not registered.
         OptionError: If the parameters do not fit.
     """
@@ -44,7 +43,8 @@ def prox_for(activation: Activation, *args: Any, **kwargs: Any) -> Prior:
             raise NotProximalError(f"{activation!r} binds its input; bind parameters by name.")
         return prox_for(activation.func, *args, **{**activation.keywords, **kwargs})
     if isinstance(activation, str):
-        _no_positional(activation, args)
+        if args:
+            raise OptionError(f"Give the parameters of prior {activation!r} by name; found {list(args)}.")
         return _of_name(activation, kwargs)
     if activation is None or isinstance(activation, Prior | nn.Module):
         if args or kwargs:
@@ -64,12 +64,12 @@ def declare_activation(activation: type[nn.Module] | Callable[..., Any], prior: 
 
     Args:
         activation: A module class, or a function.
-        prior: The prior; or, where it depends on parameters, a function that builds it: from the module for a class,
-            from the parameters after the input for a function. For a function that is monotone with slopes in [0, 1]
-            there is :class:`~solver_plugins.prox.Monotone`; :func:`~solver_plugins.prox.check_monotone` tests it.
+        prior: The prior. If it depends on parameters: a function that builds it, from the module for a class, and from
+            the parameters after the input for a function. :class:`~solver_plugins.prox.Monotone` is the prior of any
+            monotone function with slopes in [0, 1]; :func:`~solver_plugins.prox.check_monotone` tests that.
 
     Raises:
-        DuplicateNameError: If the activation is known already, as a proximal map or as none.
+        DuplicateNameError: If it is known already whether the activation is a proximal map.
         OptionError: If the arguments are of another kind.
     """
     is_class = inspect.isclass(activation) and issubclass(activation, nn.Module)
@@ -82,10 +82,10 @@ def declare_activation(activation: type[nn.Module] | Callable[..., Any], prior: 
         known = name in CLASSES or name in REJECTED_CLASSES
     else:
         known = any(activation in table for table in (FUNCTIONS, REJECTED_FUNCTIONS)) or any(
-            name in table for table in (HOST_FUNCTIONS, REJECTED_HOST_FUNCTIONS)
+            name in table for table in (LIBRARY_FUNCTIONS, REJECTED_LIBRARY_FUNCTIONS)
         )
     if known or _DECLARED.get(activation, prior) is not prior:
-        raise DuplicateNameError(f"What {name} is, is known already; it cannot be declared again.")
+        raise DuplicateNameError(f"{name} is known already; it cannot be declared again.")
     _DECLARED[activation] = prior
 
 
@@ -102,10 +102,10 @@ def _of_module(module: nn.Module) -> Prior:
         name = _qualified(base)
         if not (base in _DECLARED or name in CLASSES or name in REJECTED_CLASSES):
             continue
-        # What is known is known of the forward of that class. A subclass, or a hook that replaced the forward of this
+        # The tables describe the forward of that class. A subclass, or a hook that replaced the forward of this
         # instance, may compute anything.
         if "forward" in vars(module):
-            raise _unknown(f"{_qualified(cls)} with a forward of its own on the instance", "its class")
+            raise _unknown(f"{_qualified(cls)} with its own forward on the instance", "its class")
         if cls.forward is not base.forward:  # type: ignore[attr-defined]
             raise _unknown(f"{_qualified(cls)}, which overrides the forward of {name},", cls.__name__)
         if base in _DECLARED:
@@ -126,18 +126,13 @@ def _of_function(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
     if function in _DECLARED:
         declared = _DECLARED[function]
         return declared if isinstance(declared, Prior) else bind(declared, name, args, kwargs)
-    reason = REJECTED_FUNCTIONS.get(function) or REJECTED_HOST_FUNCTIONS.get(name)
+    reason = REJECTED_FUNCTIONS.get(function) or REJECTED_LIBRARY_FUNCTIONS.get(name)
     if reason is not None:
         raise _rejection(name, reason)
-    factory = FUNCTIONS.get(function) or HOST_FUNCTIONS.get(name)
+    factory = FUNCTIONS.get(function) or LIBRARY_FUNCTIONS.get(name)
     if factory is None:
         raise _unknown(name, getattr(function, "__name__", "it"))
     return bind(factory, name, args, kwargs)
-
-
-def _no_positional(name: str, args: tuple[Any, ...]) -> None:
-    if args:
-        raise OptionError(f"Give the parameters of prior {name!r} by name; found {list(args)}.")
 
 
 def _rejection(name: str, reason: str) -> NotProximalError:
@@ -146,13 +141,13 @@ def _rejection(name: str, reason: str) -> NotProximalError:
 
 def _unknown(what: str, declare: str) -> NotProximalError:
     return NotProximalError(
-        f"{what} is not known to be a proximal map. If it is monotone with slopes in [0, 1], say so by "
-        f"declare_activation({declare}, Monotone(function)), or by another prior; otherwise keep it out of the solver."
+        f"{what} is not known to be a proximal map. If it is monotone with slopes in [0, 1], say so with "
+        f"declare_activation({declare}, Monotone(function)) or with another prior; otherwise keep it out of the solver."
     )
 
 
 def _qualified(thing: Any) -> str:
-    """Returns module and qualified name of a class or function, as far as it has them."""
+    """Returns the module and qualified name of a class or function, as far as it has them."""
     name = getattr(thing, "__qualname__", None) or getattr(thing, "__name__", None) or repr(thing)
     module = getattr(thing, "__module__", None)
     return f"{module}.{name}" if module else str(name)

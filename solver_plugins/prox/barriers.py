@@ -1,4 +1,4 @@
-"""The paper's own priors, whose proximal maps *resemble* activations: log barriers and the shifted squared hinge.
+"""The priors of the paper whose proximal maps *resemble* activations: log barriers and the shifted squared hinge.
 
 Props. 3, 4 and 5 of "Deep Layers as Stochastic Solvers", at any step ``t`` and weight ``gamma``; ``c = t gamma``.
 """
@@ -10,40 +10,42 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import OptionError
-from solver_plugins.prox.base import Prior, Step, infinite_where, step_like, widened
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import Prior, Step, infinite_where, register_prior, step_like, widened
 
 _GAP_STEPS = 6
 
 
-def _check_gamma(prior: str, gamma: float) -> None:
-    if not gamma > 0:
-        raise OptionError(f"{prior} needs gamma > 0; found {gamma!r}.")
+@dataclass(frozen=True)
+class _Weighted(Prior):
+    """A prior with a positive weight ``gamma``, its first parameter."""
+
+    gamma: float = 1.0
+
+    tags = frozenset({"paper"})
+
+    def __post_init__(self) -> None:
+        if not self.gamma > 0:
+            raise OptionError(f"{self.name} needs gamma > 0; found {self.gamma!r}.")
 
 
 @register_prior
 @final
 @dataclass(frozen=True)
-class SquaredHinge(Prior):
+class SquaredHinge(_Weighted):
     """Squared hinge g(x) = gamma/2 max(-x - shift, 0)^2 (Prop. 3): a LeakyReLU of slope 1/(1 + gamma), shifted.
 
     Args:
         gamma: The weight, positive.
-        shift: The paper's ``lambda``: minus the place of the kink.
+        shift: The paper's ``lambda``; the kink is at ``-shift``.
     """
 
-    gamma: float = 1.0
     shift: float = 0.0
 
     name = "squared_hinge"
-    tags = frozenset({"paper"})
-
-    def __post_init__(self) -> None:
-        _check_gamma(self.name, self.gamma)
 
     @property
     def zero_argument(self) -> float:
-        """0, or the argument below the kink where that lies above 0."""
+        """0, or an argument below the kink if the kink lies above 0."""
         return 0.0 if self.shift >= 0 else self.gamma * self.shift
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
@@ -62,27 +64,17 @@ class SquaredHinge(Prior):
 @register_prior
 @final
 @dataclass(frozen=True)
-class SoftplusBarrier(Prior):
-    """Log barrier g(x) = -gamma log(x) (Prop. 4): resembles softplus.
-
-    Args:
-        gamma: The weight, positive.
-    """
-
-    gamma: float = 1.0
+class SoftplusBarrier(_Weighted):
+    """Log barrier g(x) = -gamma log(x) (Prop. 4): resembles softplus."""
 
     name = "softplus_barrier"
-    tags = frozenset({"paper"})
     zero_argument = None
-
-    def __post_init__(self) -> None:
-        _check_gamma(self.name, self.gamma)
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x -gamma log(x) + |x - a|^2 / (2 t) = a/2 + sqrt(a^2/4 + t gamma)`` (eq. 10)."""
         wide = widened(a)
         c = self.gamma * step_like(step, wide)
-        # The two roots have the product -c: below 0 the positive one is c over the other, without cancellation.
+        # The product of both roots is -c. Below 0, c over the other root gives the positive one without cancellation.
         larger = torch.where(wide < 0, -wide, wide) / 2 + torch.sqrt(wide**2 / 4 + c)
         return torch.where(wide < 0, c / larger, larger).to(a.dtype)
 
@@ -99,21 +91,11 @@ class SoftplusBarrier(Prior):
 @register_prior
 @final
 @dataclass(frozen=True)
-class TanhBarrier(Prior):
-    """Log barrier g(x) = -gamma log(1 - x^2) (Prop. 5): resembles tanh (gamma = 0.1 in Figure 2).
-
-    Args:
-        gamma: The weight, positive.
-    """
-
-    gamma: float = 1.0
+class TanhBarrier(_Weighted):
+    """Log barrier g(x) = -gamma log(1 - x^2) (Prop. 5): resembles tanh (gamma = 0.1 in Figure 2)."""
 
     name = "tanh_barrier"
-    tags = frozenset({"paper"})
     bounded = True
-
-    def __post_init__(self) -> None:
-        _check_gamma(self.name, self.gamma)
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x -gamma log(1 - x^2) + |x - a|^2 / (2 t)``.
@@ -137,24 +119,15 @@ class TanhBarrier(Prior):
 @register_prior
 @final
 @dataclass(frozen=True)
-class SigmoidBarrier(Prior):
+class SigmoidBarrier(_Weighted):
     """Log barrier g(x) = -gamma log(x) - gamma log(1 - x) (end of appendix C): resembles a sigmoid centred at 1/2.
 
     With ``y = 2x - 1`` it is the tanh barrier at ``2a - 1`` with four times the weight.
-
-    Args:
-        gamma: The weight, positive.
     """
 
-    gamma: float = 1.0
-
     name = "sigmoid_barrier"
-    tags = frozenset({"paper"})
     bounded = True
     zero_argument = None
-
-    def __post_init__(self) -> None:
-        _check_gamma(self.name, self.gamma)
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x -gamma log(x) - gamma log(1 - x) + |x - a|^2 / (2 t)``."""
@@ -175,7 +148,7 @@ class SigmoidBarrier(Prior):
 
 
 def _sign_and_size(a: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns ``a`` as sign times size; unlike ``abs`` the size has a derivative at 0."""
+    """Returns the sign and size of ``a``; unlike ``abs``, the size has a derivative at 0."""
     sign = torch.where(a < 0, -torch.ones_like(a), torch.ones_like(a))
     return sign, sign * a
 

@@ -2,15 +2,14 @@
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
-from solver_plugins.prox.base import Prior, Step, infinite_where
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import Prior, Step, infinite_where, register_prior
 
 
 @register_prior
@@ -71,54 +70,15 @@ class ReluPrior(Prior):
         return infinite_where(x < 0, torch.zeros_like(x))
 
 
-@register_prior
-@final
-@dataclass(frozen=True)
-class Relu6Prior(Prior):
-    """ReLU6: the indicator function of 0 <= x <= 6."""
+class _Box(Prior):
+    """The indicator function of min_val <= x <= max_val."""
 
-    name = "relu6"
+    min_val: float
+    max_val: float
+
     tags = frozenset({"activation", "indicator"})
     scale_free = True
     slope_from_value = True
-    bounded = True
-
-    def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        """Returns ``argmin_{0 <= x <= 6} |x - a|^2 / (2 t)``."""
-        return functional.relu6(a)
-
-    def prox_(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        return a.clamp_(0, 6)
-
-    def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        return ((a > 0) & (a < 6)).to(a.dtype)
-
-    def g(self, x: Tensor) -> Tensor:
-        return infinite_where((x < 0) | (x > 6), torch.zeros_like(x))
-
-
-@register_prior
-@final
-@dataclass(frozen=True)
-class HardtanhPrior(Prior):
-    """Hardtanh: the indicator function of min_val <= x <= max_val.
-
-    Args:
-        min_val: The lower end; may be ``-inf``.
-        max_val: The upper end; may be ``inf``.
-    """
-
-    min_val: float = -1.0
-    max_val: float = 1.0
-
-    name = "hardtanh"
-    tags = frozenset({"activation", "indicator"})
-    scale_free = True
-    slope_from_value = True
-
-    def __post_init__(self) -> None:
-        if not self.min_val < self.max_val:
-            raise NotProximalError(f"A box needs min_val < max_val; found {self.min_val!r} and {self.max_val!r}.")
 
     @property
     def bounded(self) -> bool:
@@ -142,3 +102,35 @@ class HardtanhPrior(Prior):
 
     def g(self, x: Tensor) -> Tensor:
         return infinite_where((x < self.min_val) | (x > self.max_val), torch.zeros_like(x))
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class Relu6Prior(_Box):
+    """ReLU6: the indicator function of 0 <= x <= 6."""
+
+    name = "relu6"
+    min_val: ClassVar[float] = 0.0  # type: ignore[misc]
+    max_val: ClassVar[float] = 6.0  # type: ignore[misc]
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class HardtanhPrior(_Box):
+    """Hardtanh: the indicator function of min_val <= x <= max_val.
+
+    Args:
+        min_val: The lower end; may be ``-inf``.
+        max_val: The upper end; may be ``inf``.
+    """
+
+    min_val: float = -1.0
+    max_val: float = 1.0
+
+    name = "hardtanh"
+
+    def __post_init__(self) -> None:
+        if not self.min_val < self.max_val:
+            raise NotProximalError(f"A box needs min_val < max_val; found {self.min_val!r} and {self.max_val!r}.")

@@ -1,10 +1,10 @@
-"""The penalty ``g`` of an activation ``rho = prox_g`` whose ``g`` has no closed form, by quadrature.
+"""The penalty ``g`` of an activation ``rho = prox_g`` without a closed form, by quadrature.
 
 With ``R' = rho`` and ``R(0) = 0``, ``g = R* - |.|^2/2`` (Moreau), and the conjugate is attained at ``rho(v) = x``:
 
     g(x) = x v - R(v) - x^2/2,      rho(v) = x
 
-This is for reports of an objective, not for inner loops: it evaluates ``rho`` some hundreds of times.
+Use it to report an objective, not in inner loops: it evaluates ``rho`` several hundred times.
 """
 
 import functools
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solver_plugins.prox.base import infinite_where
+from solver_plugins.prox.prior import infinite_where
 
 # Both the search and the quadrature work in s = asinh(v), which resolves v near 0 and reaches |v| = 2.4e8.
 _REACH = 20.0
@@ -23,7 +23,7 @@ _PANELS, _NODES = 20, 12
 
 
 def inverse(rho: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """Returns ``v`` with ``rho(v) = x`` by bisection; the end of the searched range where there is none."""
+    """Returns ``v`` with ``rho(v) = x`` by bisection, or the end of the searched range if there is none."""
     low, high = torch.full_like(x, -_REACH), torch.full_like(x, _REACH)
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2

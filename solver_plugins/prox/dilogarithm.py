@@ -1,4 +1,4 @@
-"""The dilogarithm ``Li2``, which torch lacks and the penalty of softplus needs."""
+"""The dilogarithm ``Li2``, which the penalty of softplus needs and torch does not have."""
 
 import math
 

@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
-from solver_plugins.prox.base import infinite_where
 from solver_plugins.prox.monotone import NewtonPrior
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import infinite_where, register_prior
 
 
 @register_prior
@@ -20,7 +19,7 @@ class EluPrior(NewtonPrior):
     """ELU: g(x) = (x + alpha) log(1 + x/alpha) - x - x^2/2 on -alpha <= x < 0, and 0 above.
 
     Args:
-        alpha: Minus the limit at minus infinity, in [0, 1]; 0 is ReLU.
+        alpha: The limit at minus infinity is ``-alpha``; in [0, 1], and 0 is ReLU.
     """
 
     alpha: float = 1.0
@@ -56,7 +55,7 @@ class CeluPrior(NewtonPrior):
     """CELU: g(x) = alpha ((x + alpha) log(1 + x/alpha) - x) - x^2/2 on -alpha <= x < 0, and 0 above.
 
     Args:
-        alpha: Minus the limit at minus infinity, positive. The slope is ``exp(x/alpha) <= 1`` for any.
+        alpha: The limit at minus infinity is ``-alpha``; any positive number. The slope is ``exp(x/alpha) <= 1``.
     """
 
     alpha: float = 1.0

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError, ShapeError
-from solver_plugins.prox.base import Prior, Step, is_unit, step_like
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import Prior, Step, is_unit, register_prior, step_like
 
 _RANGE = "is a proximal map only for a slope in [0, 1]: outside it decreases, or expands distances"
 
@@ -67,10 +66,10 @@ class LeakyReluPrior(Prior):
 @final
 @dataclass(frozen=True)
 class PreluPrior(Prior):
-    """PReLU: LeakyReLU with the learnable slope of a live module, one for all or one per channel (dimension 1).
+    """PReLU: LeakyReLU with the learnable slope of a module, one for all or one per channel (dimension 1).
 
-    The slope is read from the module at each call, so gradients reach it, and a copy of prior and module together
-    (``deepcopy``, ``pickle``) stays a pair. A slope that training has driven out of [0, 1] is caught at run time.
+    Each call reads the slope from the module, so gradients reach it, and copying prior and module together
+    (``deepcopy``, ``pickle``) keeps them connected. A slope that training moves out of [0, 1] raises at run time.
 
     Args:
         module: The ``nn.PReLU`` whose ``weight`` is the slope.
@@ -86,8 +85,8 @@ class PreluPrior(Prior):
         """Returns ``argmin_x gam/2 max(-x, 0)^2 + |x - a|^2 / (2 t)``, ``gam = (1 - s)/s`` per channel.
 
         Raises:
-            NotProximalError: If a slope lies outside of [0, 1]. On an accelerator, and in a compiled graph, an
-                asynchronous assertion fails instead.
+            NotProximalError: If a slope lies outside [0, 1]. On an accelerator and in a compiled graph, an asynchronous
+                assertion fails instead.
         """
         weight = self._weight()
         if is_unit(step):
@@ -108,20 +107,20 @@ class PreluPrior(Prior):
 
 
 def _check_slope(slope: Tensor) -> None:
-    """Raises, or fails later on the device, if a slope lies outside of [0, 1]."""
+    """Raises, or fails later on the device, if a slope lies outside [0, 1]."""
     inside = ((slope >= 0) & (slope <= 1)).all()
     message = f"PReLU {_RANGE}"
     if torch.compiler.is_compiling():
         torch._assert_async(inside, message)
     elif slope.device.type == "meta" or type(slope) not in (Tensor, nn.Parameter):
-        return  # no values to look at: a dry run, or a wrapper whose parts are checked where they are used
+        return  # There are no values: a dry run, or a tensor subclass whose parts are checked where they are used.
     elif slope.device.type != "cpu":
         torch._assert_async(inside, message)
     elif not inside:
         bad = slope[~((slope >= 0) & (slope <= 1))].flatten()
         raise NotProximalError(
             f"{message}; found {bad[0].item():.6g}{f' and {bad.numel() - 1} more' if bad.numel() > 1 else ''}. "
-            "Clamp the weight after each optimizer step, or keep the activation outside of the solver."
+            "Clamp the weight after each optimizer step, or keep the activation out of the solver."
         )
 
 

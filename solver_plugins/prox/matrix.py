@@ -1,8 +1,8 @@
 """Matrix priors (section 3.2): nuclear norm and positive semi-definite cone.
 
-A function of the singular or eigenvalues is differentiable wherever the scalar function is, also at repeated values:
-its derivative (Daleckii and Krein) needs only divided differences of the scalar function, which lie in [0, 1] for a
-proximal map. Differentiating through the factors, as autograd does, divides by the gaps between the values instead.
+A function of the singular values or eigenvalues is differentiable wherever the scalar function is, even at repeated
+values: its derivative (Daleckii and Krein) only needs divided differences of the scalar function, which lie in [0, 1]
+for a proximal map. Autograd would differentiate through the factors, which divides by the gaps between the values.
 The derivative is self-adjoint, so the backward map is the derivative itself. Second derivatives are refused.
 """
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import OptionError, ShapeError
-from solver_plugins.prox.base import Step, infinite_where, step_like, widened
+from solver_plugins.prox.prior import Step, infinite_where, step_like, widened
 
 
 def prox_nuclear_norm(matrix: Tensor, step: Step = 1.0) -> Tensor:
@@ -61,8 +61,8 @@ def psd_indicator(x: Tensor, tolerance: float | None = None) -> Tensor:
 
     Args:
         x: Of shape ``(..., n, n)``.
-        tolerance: What is allowed of asymmetry and of negative eigenvalues, relative to the largest entry; by default
-            some units of rounding of the dtype.
+        tolerance: The largest asymmetry and negative eigenvalue that are allowed, relative to the largest entry; by
+            default a few rounding errors of the dtype.
     """
     _check_matrix(x, square=True)
     wide = widened(x)
@@ -75,7 +75,7 @@ def psd_indicator(x: Tensor, tolerance: float | None = None) -> Tensor:
 
 
 class _NuclearNorm(torch.autograd.Function):
-    """``U max(S - t, 0) V^T``. The factors are outputs only because a saved tensor must be an input or an output."""
+    """``U max(S - t, 0) V^T``. The factors are outputs because a saved tensor must be an input or an output."""
 
     generate_vmap_rule = True
 
@@ -101,10 +101,10 @@ def _nuclear_norm_backward(grad: Tensor, threshold: Tensor, u: Tensor, s: Tensor
     shrunk = (s - threshold).clamp(min=0)
     inner = u.mT @ grad @ vh.mT
     symmetric, skew = (inner + inner.mT) / 2, (inner - inner.mT) / 2
-    # An odd function of the singular values: differences for the symmetric part, sums for the skew one.
+    # For an odd function of the singular values: differences for the symmetric part, sums for the skew part.
     sums = _ratio(shrunk[..., :, None] + shrunk[..., None, :], s[..., :, None] + s[..., None, :])
     middle = _divided_difference(s, threshold) * symmetric + sums * skew
-    # The part of the gradient outside of both ranges is scaled by f(s)/s, from whichever side is the longer one.
+    # The part of the gradient outside both ranges is scaled by f(s)/s, from whichever side is longer.
     scale = _ratio(shrunk, s)
     result = u @ middle @ vh
     result = result + (grad @ vh.mT - u @ inner) * scale[..., None, :] @ vh
@@ -137,9 +137,9 @@ class _PositivePart(torch.autograd.Function):
 
 
 class _Once(torch.autograd.Function):
-    """Passes on its first input, a first derivative, and refuses to be differentiated by what it was computed from.
+    """Returns its first input, a first derivative, and refuses to be differentiated by its other inputs.
 
-    ``once_differentiable`` cuts that connection, so ``torch.autograd.grad`` would take a second derivative for zero.
+    ``once_differentiable`` would cut that connection, and ``torch.autograd.grad`` would return zero.
     """
 
     generate_vmap_rule = True
@@ -162,7 +162,7 @@ def _divided_difference(values: Tensor, threshold: Tensor) -> Tensor:
     shrunk = (values - threshold[..., None]).clamp(min=0)
     above = values > threshold[..., None]
     rows, columns = above[..., :, None], above[..., None, :]
-    # With one on either side the values differ, by at least what the upper one exceeds the threshold.
+    # If the threshold lies between two values, they differ by at least the excess of the upper one.
     mixed = _ratio(
         (shrunk[..., :, None] - shrunk[..., None, :]).abs(), (values[..., :, None] - values[..., None, :]).abs()
     )

@@ -1,4 +1,4 @@
-"""Priors of monotone, 1-Lipschitz activations: the shared Newton form, and one for a function given by the user."""
+"""Priors of monotone, 1-Lipschitz activations: their common Newton form, and a prior for a user's own function."""
 
 import abc
 from collections.abc import Callable
@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import NotProximalError
-from solver_plugins.prox.base import Prior, Step, is_unit, step_like, widened
 from solver_plugins.prox.conjugate import conjugate_penalty
 from solver_plugins.prox.newton import STEPS, solve
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import Prior, Step, is_unit, register_prior, step_like, widened
 
 Elementwise = Callable[[Tensor], Tensor]
 
@@ -27,14 +26,14 @@ class NewtonPrior(Prior):
 
     @abc.abstractmethod
     def activation(self, a: Tensor) -> Tensor:
-        """Returns ``rho(a) = prox_g(a)``: the very call that the network makes."""
+        """Returns ``rho(a) = prox_g(a)``, by the same call that the network makes."""
 
     @abc.abstractmethod
     def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns ``rho(v)`` and ``rho'(v)``, finite and differentiable at any finite ``v``."""
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        """Returns ``argmin_x g(x) + |x - a|^2 / (2 t)``: the activation itself at the number 1, else by Newton."""
+        """Returns ``argmin_x g(x) + |x - a|^2 / (2 t)``: the activation itself at the unit step, else by Newton."""
         if is_unit(step):
             return self.activation(a)
         wide = widened(a)
@@ -61,18 +60,18 @@ class NewtonPrior(Prior):
 @final
 @dataclass(frozen=True)
 class Monotone(NewtonPrior):
-    """Any elementwise function that is declared monotone with slopes in [0, 1].
+    """Any elementwise function that the user declares to be monotone with slopes in [0, 1].
 
-    The declaration is trusted: :func:`check_monotone` tests it on a grid.
+    The declaration is trusted; :func:`check_monotone` tests it on a grid.
 
     Args:
-        function: The activation ``rho``, elementwise and not in place. To be pickled it must be importable.
-        slope: ``rho'``. Found by autograd if not given; give it where that is not finite (0/0 in a branch not taken).
-        penalty: The terms of ``g``. Found by quadrature, up to a constant, if not given.
+        function: The activation ``rho``, elementwise and not in place. It must be importable to be pickled.
+        slope: ``rho'``, by default found by autograd. Give it if autograd's is not finite (0/0 in a branch not taken).
+        penalty: The terms of ``g``, by default found by quadrature, up to a constant.
         bounded: Whether ``rho`` has a bounded range.
         zero_argument: A number ``v`` with ``rho(v) = 0``, if there is one.
-        newton_steps: The number of Newton steps. More than for the built-in activations by default: a function with
-            several steep parts sends Newton to and fro between them.
+        newton_steps: The number of Newton steps. The default is larger than for the built-in activations, because
+            Newton can jump between several steep parts of a function.
     """
 
     function: Elementwise
@@ -109,7 +108,7 @@ def check_monotone(function: Elementwise, lower: float = -30.0, upper: float = 3
         points: The number of grid points.
 
     Raises:
-        NotProximalError: Saying where it decreases, or rises by more than the distance.
+        NotProximalError: With the place where it decreases, or rises by more than the distance.
     """
     v = torch.linspace(lower, upper, points, dtype=torch.float64)
     with torch.no_grad():

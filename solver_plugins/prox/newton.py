@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from solver_plugins.prox.base import Step
+from solver_plugins.prox.prior import Step
 
 ValueAndSlope = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Maps ``v`` to ``(rho(v), rho'(v))``."""
@@ -25,14 +25,14 @@ STEPS = 10
 def solve(value_and_slope: ValueAndSlope, a: Tensor, step: Step, steps: int = STEPS) -> Tensor:
     """Returns the root ``v`` of ``F``, differentiable in ``a``, in the step and in the parameters of ``rho``.
 
-    The root is found outside of autograd. Two plain Newton steps from there leave its value as it is and put its
-    derivatives right: the first one those of order one, the second one those of order two and three.
+    The root is found outside autograd. Two plain Newton steps from there do not change its value, but give it its
+    derivatives: the first step those of order one, the second those of order two and three.
 
     Args:
         value_and_slope: The activation and its derivative.
         a: The argument of the proximal map.
         step: The step of the proximal map.
-        steps: The number of Newton steps. It is fixed: a stopping rule would look at the data, and break a graph.
+        steps: The number of Newton steps. It is fixed because a stopping rule would read values and break a graph.
     """
     with torch.no_grad():
         v = _bracketed(value_and_slope, a.detach(), step.detach() if isinstance(step, Tensor) else step, steps)
@@ -43,12 +43,12 @@ def solve(value_and_slope: ValueAndSlope, a: Tensor, step: Step, steps: int = ST
 
 
 def _bracketed(value_and_slope: ValueAndSlope, a: Tensor, step: Step, steps: int) -> Tensor:
-    """Newton from ``a`` or 0, with bisection where it would leave the bracket or jump to and fro (S-shaped ``rho``)."""
+    """Newton from ``a`` or 0, with bisection where it would leave the bracket or oscillate (S-shaped ``rho``)."""
     least = step.clamp(max=1.0) if isinstance(step, Tensor) else min(step, 1.0)
     zero = torch.zeros_like(a)
     residual, slope = _residual(value_and_slope, a, a, step)
     residual_0, slope_0 = _residual(value_and_slope, zero, a, step)
-    # Both points bound the root; intersecting the bounds matters for a large step, where F is steep near 0 only.
+    # Both points bound the root. Intersecting the bounds matters for a large step, where F is only steep near 0.
     end, end_0 = a - residual / least, -residual_0 / least
     low = torch.maximum(torch.minimum(a, end), torch.minimum(zero, end_0))
     high = torch.minimum(torch.maximum(a, end), torch.maximum(zero, end_0))
@@ -58,7 +58,7 @@ def _bracketed(value_and_slope: ValueAndSlope, a: Tensor, step: Step, steps: int
     flipped = torch.zeros_like(a, dtype=torch.bool)
     for _ in range(steps):
         newton = v - residual / slope
-        # A step on one side of the root may be as long as it likes; one that comes back must gain on bisection.
+        # A step that stays on one side of the root may have any length; one that crosses it must beat bisection.
         wild = (newton < low) | (newton > high) | (flipped & ((newton - v).abs() > (high - low) / 2))
         v = torch.where(wild, low + (high - low) / 2, newton)
         before = residual

@@ -1,4 +1,4 @@
-"""Activations that are the proximal map of nothing, each with the reason.
+"""Activations that are not proximal maps, each with the reason.
 
 A function of one variable is a proximal map if and only if it increases and is 1-Lipschitz (Moreau).
 """
@@ -19,7 +19,6 @@ def _falls(where: str) -> str:
 
 
 _GELU = _falls("below x = -0.75")
-_QUICK_GELU = _falls("below x = -0.75")
 _SILU = _falls("below x = -1.28")
 _MISH = _falls("below x = -1.19")
 _HARDSWISH = _falls("between x = -3 and x = -1.5")
@@ -48,7 +47,7 @@ REJECTED_CLASSES: dict[str, str] = {
     _TORCH + "LogSoftmax": _LOG_SOFTMAX,
     _TIMM + "GELU": _GELU,
     _TIMM + "GELUTanh": _GELU,
-    _TIMM + "QuickGELU": _QUICK_GELU,
+    _TIMM + "QuickGELU": _GELU,
     _TIMM + "Swish": _SILU,
     _TIMM + "Mish": _MISH,
     _TIMM + "HardSwish": _HARDSWISH,
@@ -64,7 +63,7 @@ REJECTED_CLASSES: dict[str, str] = {
     _HF + "FastGELUActivation": _GELU,
     _HF + "AccurateGELUActivation": _GELU,
     _HF + "ClippedGELUActivation": _GELU,
-    _HF + "QuickGELUActivation": _QUICK_GELU,
+    _HF + "QuickGELUActivation": _GELU,
     _HF + "SiLUActivation": _SILU,
     _HF + "MishActivation": _MISH,
     _HF + "LaplaceActivation": _LAPLACE,
@@ -82,7 +81,7 @@ REJECTED_NAMES: dict[str, str] = {
     "gelu_python_tanh": _GELU,
     "gelu_pytorch_tanh": _GELU,
     "gelu_tanh": _GELU,
-    "quick_gelu": _QUICK_GELU,
+    "quick_gelu": _GELU,
     "silu": _SILU,
     "swish": _SILU,
     "mish": _MISH,
@@ -107,10 +106,10 @@ REJECTED_FUNCTIONS: dict[Callable[..., Any], str] = {
     **dict.fromkeys(torch_functions("prelu"), _FUNCTIONAL_PRELU),
 }
 
-REJECTED_HOST_FUNCTIONS: dict[str, str] = {
+REJECTED_LIBRARY_FUNCTIONS: dict[str, str] = {
     _TIMM + "gelu": _GELU,
     _TIMM + "gelu_tanh": _GELU,
-    _TIMM + "quick_gelu": _QUICK_GELU,
+    _TIMM + "quick_gelu": _GELU,
     _TIMM + "swish": _SILU,
     _TIMM + "mish": _MISH,
     _TIMM + "hard_swish": _HARDSWISH,

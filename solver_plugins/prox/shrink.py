@@ -8,10 +8,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
-from solver_plugins.prox.base import Prior, Step, is_unit, step_like
 from solver_plugins.prox.conjugate import inverse
 from solver_plugins.prox.monotone import NewtonPrior
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import Prior, Step, is_unit, register_prior, step_like
 
 
 @register_prior

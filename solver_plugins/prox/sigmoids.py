@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from solver_plugins.prox.base import Prior, Step, infinite_where, is_unit, step_like, widened
 from solver_plugins.prox.monotone import NewtonPrior
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import Prior, Step, infinite_where, is_unit, register_prior, step_like, widened
 
 
 @register_prior
@@ -31,7 +30,7 @@ class TanhPrior(NewtonPrior):
         return value, (1 - value) * (1 + value)
 
     def g(self, x: Tensor) -> Tensor:
-        # The same function as a binary entropy, which has its limits log(2) - 1/2 at both ends.
+        # Written as a binary entropy, which has the limit log(2) - 1/2 at both ends.
         inside = x.clamp(-1, 1)
         entropy = torch.special.xlog1py(1 + inside, inside) + torch.special.xlog1py(1 - inside, -inside)
         return infinite_where(x.abs() > 1, entropy / 2 - inside**2 / 2)
@@ -119,10 +118,10 @@ class SoftsignPrior(Prior):
 
     def _root(self, a: Tensor, step: Step) -> Tensor:
         step = step_like(step, a)
-        # Not abs(): its derivative at 0 is 0, that of the root is not.
+        # Not abs(), whose derivative at 0 is 0; that of the root is not.
         size = torch.where(a < 0, -a, a)
         root = torch.sqrt((1 - size) ** 2 + 4 * step * size)
-        # Each form where it adds two numbers of one sign.
+        # Each form is used where it adds two numbers of the same sign.
         small = 2 * size / ((1 - size).clamp(min=0) + root)
         large = ((size - 1).clamp(min=0) + root) / (2 * step)
         v = torch.where(size < 1, small, large)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import OptionError
-from solver_plugins.prox.base import Prior, Step, infinite_where, is_unit
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import Prior, Step, infinite_where, is_unit, register_prior
 
 
 @register_prior
@@ -18,7 +17,7 @@ class SoftmaxPrior(Prior):
     """Softmax: g(x) = sum_i x_i log(x_i) - |x|^2/2 on the probability simplex, at the unit step only.
 
     Args:
-        dim: The dimension that is summed over: that of the features.
+        dim: The dimension of the features.
     """
 
     dim: int = -1
@@ -56,6 +55,6 @@ class SoftmaxPrior(Prior):
     def _check(self, step: Step) -> None:
         if not is_unit(step):
             raise OptionError(
-                f"The proximal map of softmax's prior is known at the step 1 only; found {step!r}. "
+                f"The proximal map of softmax's prior is known for step 1 only; found {step!r}. "
                 "Use the normalized formulation, whose step is the number 1."
             )

@@ -9,15 +9,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
-from solver_plugins.prox.base import infinite_where
 from solver_plugins.prox.conjugate import conjugate_penalty
 from solver_plugins.prox.dilogarithm import dilogarithm_exp
 from solver_plugins.prox.monotone import NewtonPrior
-from solver_plugins.prox.priors import register_prior
+from solver_plugins.prox.prior import infinite_where, register_prior
 
-# F.softplus jumps down by log(1 + exp(-threshold))/beta where it turns linear. From here on float32 cannot see it.
+# F.softplus jumps down by log(1 + exp(-threshold))/beta where it becomes linear. Above this, float32 cannot resolve it.
 _LEAST_THRESHOLD = 15.0
-# ... and from here on float64 cannot.
+# Above this, float64 cannot resolve it either.
 _SMOOTH_THRESHOLD = 40.0
 
 
@@ -27,12 +26,12 @@ _SMOOTH_THRESHOLD = 40.0
 class SoftplusPrior(NewtonPrior):
     """Softplus: g(x) = Li2(exp(-beta x)) / beta^2 on x >= 0.
 
-    Away from the unit step the smooth softplus is used; torch's own differs from it by
-    ``log(1 + exp(-threshold))/beta`` (2e-9) just above ``beta x = threshold``.
+    Other steps than 1 use the smooth softplus; torch's own differs from it by ``log(1 + exp(-threshold))/beta`` (2e-9)
+    just above ``beta x = threshold``.
 
     Args:
         beta: Its sharpness, positive.
-        threshold: Where torch turns to the linear function, at least 15: a lower one makes a visible jump down.
+        threshold: Where torch switches to the linear function, at least 15: a lower one causes a visible jump down.
     """
 
     beta: float = 1.0

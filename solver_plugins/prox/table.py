@@ -1,6 +1,6 @@
-"""Activations with their priors: torch's classes and functions, and those of timm and transformers by name.
+"""Activations with their priors: torch's classes and functions, and those of timm and transformers.
 
-The hosts are matched by qualified name, so that they need not be installed.
+The two libraries are matched by qualified name, so they need not be installed.
 """
 
 import inspect
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import Any
 
 from solver_plugins.errors import NotProximalError, OptionError
-from solver_plugins.prox.base import Prior
 from solver_plugins.prox.boxes import HardtanhPrior, IdentityPrior, Relu6Prior, ReluPrior
 from solver_plugins.prox.exponential import CeluPrior, EluPrior
 from solver_plugins.prox.leaky import LeakyReluPrior, PreluPrior
 from solver_plugins.prox.namespaces import torch_functions
+from solver_plugins.prox.prior import Prior
 from solver_plugins.prox.shrink import SoftshrinkPrior, TanhshrinkPrior
 from solver_plugins.prox.sigmoids import AtanPrior, HardsigmoidPrior, SigmoidPrior, SoftsignPrior, TanhPrior
 from solver_plugins.prox.softmax import SoftmaxPrior
@@ -26,7 +26,7 @@ FunctionFactory = Callable[..., Prior]
 
 
 def _interval(low: float, high: float) -> Prior:
-    """Returns the prior of a clip, which has many names: one of them is ReLU."""
+    """Returns the prior of a clip to an interval; ReLU is one of them."""
     return ReluPrior() if low == 0 and high == math.inf else HardtanhPrior(low, high)
 
 
@@ -34,14 +34,14 @@ def _threshold(threshold: float, value: float, inplace: bool = False) -> Prior:
     if threshold != value:
         raise NotProximalError(
             f"Threshold({threshold!r}, {value!r}) is not a proximal map: it jumps at the threshold, and a proximal map "
-            "is continuous. It is one where both numbers are equal."
+            "is continuous. It is a proximal map if both numbers are equal."
         )
     return _interval(threshold, math.inf)
 
 
 def _box(min: float | None = None, max: float | None = None) -> Prior:
     if not all(bound is None or isinstance(bound, int | float) for bound in (min, max)):
-        raise NotProximalError("A clamp is read as a prior only if its bounds are Python numbers; found a tensor.")
+        raise NotProximalError("A clamp has a prior only if its bounds are Python numbers; found a tensor.")
     return _interval(-math.inf if min is None else min, math.inf if max is None else max)
 
 
@@ -52,28 +52,12 @@ def _softmax(dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) ->
 
 
 def _fixed(prior: type[Prior]) -> FunctionFactory:
-    """For a function whose only parameter is ``inplace``."""
+    """Returns the factory of a function whose only parameter is ``inplace``."""
 
     def factory(inplace: bool = False) -> Prior:
         return prior()
 
     return factory
-
-
-def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Prior:
-    return LeakyReluPrior(negative_slope)
-
-
-def _elu(alpha: float = 1.0, inplace: bool = False) -> Prior:
-    return EluPrior(alpha)
-
-
-def _celu(alpha: float = 1.0, inplace: bool = False) -> Prior:
-    return CeluPrior(alpha)
-
-
-def _hardtanh(min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Prior:
-    return _interval(min_val, max_val)
 
 
 _TORCH = "torch.nn.modules.activation."
@@ -110,13 +94,13 @@ CLASSES: dict[str, ModuleFactory] = {
 _BY_NAME: dict[str, FunctionFactory] = {
     "relu": _fixed(ReluPrior),
     "relu6": _fixed(Relu6Prior),
-    "hardtanh": _hardtanh,
+    "hardtanh": lambda min_val=-1.0, max_val=1.0, inplace=False: _interval(min_val, max_val),
     "threshold": _threshold,
-    "leaky_relu": _leaky_relu,
+    "leaky_relu": lambda negative_slope=0.01, inplace=False: LeakyReluPrior(negative_slope),
     "softshrink": lambda lambd=0.5: SoftshrinkPrior(lambd),
     "tanhshrink": _fixed(TanhshrinkPrior),
-    "elu": _elu,
-    "celu": _celu,
+    "elu": lambda alpha=1.0, inplace=False: EluPrior(alpha),
+    "celu": lambda alpha=1.0, inplace=False: CeluPrior(alpha),
     "tanh": _fixed(TanhPrior),
     "sigmoid": _fixed(SigmoidPrior),
     "expit": _fixed(SigmoidPrior),
@@ -137,7 +121,7 @@ FUNCTIONS: dict[Callable[..., Any], FunctionFactory] = {
     function: factory for name, factory in _BY_NAME.items() for function in torch_functions(name)
 }
 
-HOST_FUNCTIONS: dict[str, FunctionFactory] = {
+LIBRARY_FUNCTIONS: dict[str, FunctionFactory] = {
     "timm.layers.activations.sigmoid": _fixed(SigmoidPrior),
     "timm.layers.activations.tanh": _fixed(TanhPrior),
     "timm.layers.activations.hard_sigmoid": _fixed(HardsigmoidPrior),
@@ -150,11 +134,11 @@ ALIASES: dict[str, str] = {
     "hard_sigmoid": "hardsigmoid",
     "sqrtsoftplus": "sqrt_softplus",
 }
-"""Names that timm and transformers use for what is registered under another one."""
+"""Names of timm and transformers for priors that are registered under another name."""
 
 
 def bind(factory: FunctionFactory, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-    """Calls a factory with the parameters of a function call, those after the input.
+    """Calls a factory with those parameters of a function call that follow the input.
 
     Raises:
         OptionError: If the parameters do not fit; the message lists the valid ones.

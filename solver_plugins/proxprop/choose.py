@@ -1,4 +1,4 @@
-"""Which layers of a model are listened to, and which are preconditioned."""
+"""Chooses which layers of a model to listen to, and which to precondition."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,17 +8,13 @@ from torch import nn
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError, did_you_mean
 from solver_plugins.proxprop.errors import WrappedModelError
 from solver_plugins.proxprop.rows import Rows
-from solver_plugins.proxprop.unit import rows_of
 from solver_plugins.surgery.errors import TargetError
 from solver_plugins.surgery.kinds import linear_like
 from solver_plugins.surgery.targets import Target, Targets, read_targets
+from solver_plugins.wrappers import COMPILED, DATA_PARALLEL, DDP, FSDP1, FSDP2, wrapper_of
 
-_HIDING = {
-    "torch.nn.parallel.data_parallel.DataParallel": "use DistributedDataParallel",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "use FSDP2 (fully_shard)",
-}
-# Prefixes that wrappers put in front of names: DistributedDataParallel's at the front, a compiled module's anywhere.
-_COMPILED = "_orig_mod"
+_INSTEAD = {DATA_PARALLEL: "DistributedDataParallel", FSDP1: "FSDP2 (fully_shard)"}
+"""Wrappers that hide their layers, and what to use instead."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +22,8 @@ class Choice:
     """The linear layers of a model.
 
     Attributes:
-        all: Name, layer and, if the layer is to be preconditioned, how its input becomes rows.
-        skipped: Why others are not preconditioned.
+        all: The name, the layer, and how its input becomes rows; None if the layer is not preconditioned.
+        skipped: Why layers are not preconditioned, by name.
     """
 
     all: list[tuple[str, nn.Module, Rows | None]]
@@ -35,7 +31,7 @@ class Choice:
 
 
 def choose_layers(model: nn.Module, targets: Targets | None, exclude: Targets | None) -> Choice:
-    """Finds the layers; see :class:`ProxProp` for the arguments and the errors."""
+    """Returns the layers of a model; see :class:`ProxProp` for the arguments and the errors."""
     if not isinstance(model, nn.Module):
         raise UnsupportedLayerError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     named = _linear_layers(model)
@@ -57,7 +53,7 @@ def choose_layers(model: nn.Module, targets: Targets | None, exclude: Targets | 
             skipped[names[0]] = f"{bare[id(layer)]} reads its weight without calling it"
         else:
             try:
-                rows = rows_of(layer)
+                rows = Rows.of(layer)
             except SolverPluginsError as error:
                 if wanted is not None:
                     raise UnsupportedLayerError(f"{names[0]} cannot be preconditioned: {error}") from error
@@ -70,23 +66,24 @@ def choose_layers(model: nn.Module, targets: Targets | None, exclude: Targets | 
         )
     kept = [(name, layer) for name, layer, rows in result if rows is not None]
     _check_biases(kept)
-    _check_shards(kept, any(_is_fsdp2(module) for module in model.modules()))
+    _check_shards(kept, any(wrapper_of(module) is FSDP2 for module in model.modules()))
     return Choice(result, skipped)
 
 
 def _linear_layers(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
-    """Returns every linear layer once, with all of its names."""
-    distributed = type(model).__name__ == "DistributedDataParallel"
+    """Returns every linear layer once, with all of its names in the plain model."""
+    distributed = wrapper_of(model) is DDP
     named: dict[int, tuple[nn.Module, list[str]]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        advice = _HIDING.get(f"{type(module).__module__}.{type(module).__qualname__}")
-        if advice is not None:
+        wrapper = wrapper_of(module)
+        if wrapper is not None and wrapper in _INSTEAD:
             raise WrappedModelError(
-                f"ProxProp cannot listen to layers inside of {type(module).__name__}; {advice}, or make the ProxProp "
-                "from the bare model."
+                f"ProxProp cannot listen to layers inside {wrapper.label}; use {_INSTEAD[wrapper]}, or make the "
+                "ProxProp from the plain model."
             )
         if linear_like(module):
-            parts = [part for part in path.split(".") if part != _COMPILED]
+            # A compiled module may stand anywhere in the path, DistributedDataParallel only at its front.
+            parts = [part for part in path.split(".") if part != COMPILED.inside]
             name = ".".join(parts[1:] if distributed else parts)
             names = named.setdefault(id(module), (module, []))[1]
             if name not in names:
@@ -95,7 +92,7 @@ def _linear_layers(model: nn.Module) -> dict[int, tuple[nn.Module, list[str]]]:
 
 
 def _read_directly(model: nn.Module) -> dict[int, str]:
-    """Returns the layers that are never called, because the module that holds them uses their weights itself."""
+    """Returns the layers that are never called, because their parent module reads their weights itself."""
     found = {}
     for module in model.modules():
         names = ("out_proj",) if isinstance(module, nn.MultiheadAttention) else ()
@@ -120,7 +117,7 @@ def _check_met(target: Target, named: dict[int, tuple[nn.Module, list[str]]], op
 
 
 def _check_biases(layers: list[tuple[str, nn.Module]]) -> None:
-    """Refuses a bias that belongs to two weights: it would be part of two systems."""
+    """Refuses a bias that belongs to two weights, because it would be part of two systems."""
     owners: dict[int, tuple[str, int]] = {}
     for name, layer in layers:
         bias, weight = layer._parameters.get("bias"), layer._parameters.get("weight")
@@ -129,23 +126,17 @@ def _check_biases(layers: list[tuple[str, nn.Module]]) -> None:
         other, known = owners.setdefault(id(bias), (name, id(weight)))
         if known != id(weight):
             raise UnsupportedLayerError(
-                f"{other} and {name} share a bias but not their weights, so their systems cannot be solved apart; "
-                "leave one of them out with exclude=."
+                f"{other} and {name} share a bias but not their weights, so their systems cannot be solved "
+                "separately; leave one of them out with exclude=."
             )
 
 
-def _is_fsdp2(module: nn.Module) -> bool:
-    # By name: the class need not be imported to be absent.
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-
-
 def _check_shards(layers: list[tuple[str, nn.Module]], fsdp2: bool) -> None:
-    """Refuses weights that are spread over processes while their layers run: no process sees whole rows then."""
+    """Refuses weights that are spread over processes while their layers run: no process then sees whole rows."""
     for name, layer in layers:
         placements = getattr(layer._parameters["weight"], "placements", ())
         if placements and (not fsdp2 or sum(one.is_shard() for one in placements) > 1):
             raise WrappedModelError(
-                f"The weight of {name} is spread over processes by tensor parallelism, so that none of them sees its "
-                "inputs as a whole. ProxProp supports DistributedDataParallel and FSDP2; leave this layer out with "
-                "exclude=."
+                f"The weight of {name} is spread over processes by tensor parallelism, so no process sees its whole "
+                "inputs. ProxProp supports DistributedDataParallel and FSDP2; leave this layer out with exclude=."
             )

@@ -1,7 +1,4 @@
-"""What can go wrong between a backward pass and a preconditioned gradient.
-
-Whatever is raised, gradients, parameters and the model are as they were before the call.
-"""
+"""The errors of ProxProp; gradients, parameters and the model are unchanged after each of them."""
 
 from solver_plugins.errors import SolverPluginsError, SolverPluginsWarning
 
@@ -15,39 +12,39 @@ class LayerNotRunError(ProxPropError):
 
 
 class EmptyBatchError(ProxPropError):
-    """A layer ran on no samples at all."""
+    """A layer ran on an empty batch."""
 
 
 class OverwrittenError(ProxPropError):
-    """Inputs whose memory was used for something else before they were needed."""
+    """An input was changed in place before it was needed."""
 
 
 class NonFiniteError(ProxPropError):
-    """Activations or gradients that are infinite or not a number."""
+    """Activations or gradients are infinite or not a number."""
 
 
 class ClosureError(ProxPropError):
-    """An optimizer that evaluates the model itself: there is no moment between backward and step."""
+    """The optimizer evaluates the model itself, so there is no moment between backward and step."""
 
 
 class OptimizerError(SolverPluginsError, ValueError):
-    """An optimizer that does not hold the parameters of the layers, or is none."""
+    """The optimizer does not hold the parameters of the layers, or is not an optimizer."""
 
 
 class ReplicaError(ProxPropError):
-    """Processes that do not hold the same gradients or do not run the same layers."""
+    """Processes have different gradients, or train different layers."""
 
 
 class WrappedModelError(SolverPluginsError, TypeError):
-    """A model in a wrapper whose layers cannot be listened to."""
+    """The model is in a wrapper that hides its layers."""
 
 
 class DetachedError(ProxPropError):
-    """A ProxProp that has been detached from its model."""
+    """The ProxProp has been detached from its model."""
 
 
 class FactorizationError(ProxPropError):
-    """A matrix that no reasonable jitter makes positive definite."""
+    """A matrix is not positive definite, even with a large jitter."""
 
 
 class JitterWarning(SolverPluginsWarning):

@@ -6,12 +6,13 @@ The windows of a convolution overlap, so the entries of ``X^T X`` repeat. Along 
     S(i, j)          =  sum_{q < out} x_{i + q} x_{j + q}^T
     S(i + 1, j + 1)  =  S(i, j) + x_{i + out} x_{j + out}^T - x_i x_j^T
 
-Only the first row and column of blocks are sums over all places; every other block differs from its neighbour by one
-place at either border. Two axes, called lines and columns, are treated like this, one inside of the other. Since ``S``
-is symmetric, that makes ``k (2 k - 1)`` products of the channels where im2col has ``k^4``. Padding with zeros is never
-multiplied, and an input is laid out such that the factors of a product are slices of it: nothing is copied per tap.
+Only the first row and column of blocks are sums over all places. Every other block differs from its diagonal neighbour
+by one place at each border. Two axes, called lines and columns, are treated like this, one inside the other. As ``S``
+is symmetric, that needs ``k (2 k - 1)`` products of the channels where im2col needs ``k^4``. Padded zeros are never
+multiplied, and the factors of a product are slices of the input, so nothing is copied per tap.
 
-Windows with gaps (dilation ``e``) see every ``e``-th place only: ``e`` inputs, one between the other, without gaps.
+Windows with gaps (dilation ``e``) only see every ``e``-th place: they are windows without gaps of ``e`` interleaved
+inputs.
 """
 
 import itertools
@@ -26,7 +27,7 @@ from solver_plugins.proxprop.rows import PIECE_BYTES, Margins, Rows, surround
 
 
 def gram(rows: Rows, x: Tensor, margins: Margins) -> Tensor:
-    """Returns ``X^T X`` as ``[g, d, d]`` for an input and the zeros that belong around it."""
+    """Returns ``X^T X`` as ``[g, d, d]`` for an input and the zeros around it."""
     total = x.new_zeros(rows.groups, rows.columns, rows.columns)
     sliding = [axis for axis, taps in enumerate(rows.taps) if taps > 1 and rows.geometry.stride[axis] == 1]
     if not x.shape[0]:
@@ -41,7 +42,7 @@ def gram(rows: Rows, x: Tensor, margins: Margins) -> Tensor:
 
 @dataclass(frozen=True)
 class _Border:
-    """What a window gains (sign 1) or loses (-1) by moving on: ``x_{i + out}`` or ``x_i``, where that is not padding.
+    """What a window gains (sign 1) or loses (-1) by moving on: ``x_{i + out}`` or ``x_i``, if not padding.
 
     Attributes:
         tap: The first such ``i``.
@@ -55,7 +56,7 @@ class _Border:
 
     @property
     def size(self) -> int:
-        """How many places."""
+        """The number of places."""
         return self.places.stop - self.places.start
 
 
@@ -65,9 +66,9 @@ class _Axis:
 
     Attributes:
         taps: ``k``.
-        out: How many windows there are.
-        first: The first place that is not padding with zeros.
-        last: The place after the last such one.
+        out: The number of windows.
+        first: The first place that is not a padded zero.
+        last: The place after the last such place.
     """
 
     taps: int
@@ -76,20 +77,20 @@ class _Axis:
     last: int
 
     def shifts(self, symmetric: bool) -> Iterator[tuple[slice, slice]]:
-        """Yields the places for ``S(0, 0), ..., S(0, k - 1)``, and ``S(1, 0), ..., S(k - 1, 0)`` if they are needed."""
+        """Yields the places for ``S(0, 0), ..., S(0, k - 1)``, and also for ``S(1, 0), ...`` unless symmetric."""
         for shift in range(self.taps):
             yield self._places(0, shift), self._places(shift, 0)
         for shift in range(1, 1 if symmetric else self.taps):
             yield self._places(shift, 0), self._places(0, shift)
 
     def _places(self, start: int, other: int) -> slice:
-        """Returns ``out`` places from ``start`` on, without those that are padding there or from ``other`` on."""
+        """Returns ``out`` places from ``start`` on, without those that are padding here or from ``other`` on."""
         low = max(0, self.first - min(start, other))
         high = min(self.out, self.last - max(start, other))
         return slice(start + low - self.first, start + max(low, high) - self.first)
 
     def borders(self) -> list[_Border]:
-        """Returns those that are not all padding."""
+        """Returns the borders that are not just padding."""
         found = []
         for start, sign in ((self.out, 1), (0, -1)):
             low, high = max(start, self.first), min(start + self.taps - 1, self.last)
@@ -99,7 +100,7 @@ class _Axis:
 
 
 class _Sums:
-    """Sums of products of some lines with others, for every two taps along the columns."""
+    """Sums of products of lines with other lines, for every pair of taps along the columns."""
 
     def __init__(self, like: Tensor, columns: _Axis, near: int, far: int, symmetric: bool):
         groups, width = like.shape[0], like.shape[2]
@@ -110,7 +111,7 @@ class _Sums:
         self.borders = [like.new_zeros(groups, near * size, far * size) for size in sizes]
 
     def add(self, z: Tensor, strips: list[Tensor], near: slice, far: slice) -> None:
-        """Adds the products of two sets of lines of ``z``, which has these ``strips`` at its borders."""
+        """Adds the products of two sets of lines of ``z``; ``strips`` are its borders."""
         run = z.shape[-1] // (self.columns.last - self.columns.first)
         left, right = z[:, near].flatten(1, 2), z[:, far].flatten(1, 2)
         for total, (here, there) in zip(self.shifts, self.columns.shifts(self.symmetric), strict=True):
@@ -138,14 +139,14 @@ class _Sums:
 def _lines_at_once(width: int, lines: int) -> int:
     """Returns how many lines to multiply at a time.
 
-    Products of few numbers are slow, and those of many contain pairs of lines that no window holds. A power of two,
-    because libraries are fast at such sizes.
+    Small products are slow, and large ones contain pairs of lines that no window holds. It is a power of two, because
+    libraries are fast at such sizes.
     """
     return 2 ** int(math.log2(max(1, min(lines, math.sqrt(200 / width)))))
 
 
 def _samples_last(x: Tensor) -> Tensor:
-    """Returns the same tensor, with samples side by side in memory if torch's fast transposition does that."""
+    """Returns the same tensor, with samples side by side in memory if torch's fast transposition applies."""
     if x.shape[0] < 60 or not x.is_contiguous():
         return x
     return x.flatten(1).t().contiguous().t().unflatten(1, x.shape[1:])
@@ -168,7 +169,7 @@ class _Overlap:
     def add(self, total: Tensor, x: Tensor, margins: Margins) -> None:
         """Adds the matrix of one input."""
         x = surround(x, tuple(pair if axis in self.others else (0, 0) for axis, pair in enumerate(margins)))
-        # Phases that look the same are summed as one: there are few kinds, and many phases if gaps are wide.
+        # Phases of the same kind are summed together: wide gaps have many phases, but few kinds.
         kinds: dict[tuple[_Axis, _Axis], list[Iterator[Tensor]]] = {}
         for line_phase, column_phase in itertools.product(self._phases(self.line_axis), self._phases(self.column_axis)):
             lines, line_places = self._axis(self.line_axis, x, margins, line_phase)
@@ -182,7 +183,7 @@ class _Overlap:
         return range(1 if axis is None else self.rows.geometry.dilation[axis])
 
     def _axis(self, axis: int | None, x: Tensor, margins: Margins, phase: int) -> tuple[_Axis, slice]:
-        """Returns every ``dilation``-th place of an axis from ``phase`` on, and where these are in the input."""
+        """Returns every ``dilation``-th place of an axis from ``phase`` on, and its slice of the input."""
         if axis is None:
             return _Axis(1, 1, 0, 1), slice(None)
         taps, gap = self.rows.taps[axis], self.rows.geometry.dilation[axis]
@@ -211,10 +212,10 @@ class _Overlap:
             self._assemble(total, top, edges)
 
     def _pieces(self, x: Tensor, lines: slice, columns: slice) -> Iterator[Tensor]:
-        """Yields these lines and columns of a few samples at a time as ``[g, lines, width, columns * rest]``.
+        """Yields lines and columns of a few samples at a time as ``[g, lines, width, columns * rest]``.
 
-        The width is channels and taps of the other axes, the rest samples and places along these. So neighbouring lines
-        are one matrix, and neighbouring columns a slice of it.
+        The width is the channels and the taps of the other axes; the rest is the samples and the places along those
+        axes. So neighbouring lines form one matrix, and neighbouring columns are a slice of it.
         """
         rows, others = self.rows, self.others
         taps = range(3 + rows.geometry.dims, 3 + rows.geometry.dims + len(others))
@@ -230,7 +231,7 @@ class _Overlap:
             yield windows.reshape(*windows.shape[:2], math.prod(windows.shape[2 : 3 + len(others)]), -1)
 
     def _assemble(self, total: Tensor, top: _Sums, edges: list[tuple[_Border, _Sums]]) -> None:
-        """Adds ``S`` of the lines: its first row is in ``top``, and what happens at the borders in ``edges``."""
+        """Adds ``S`` of the lines; ``top`` has its first row, and ``edges`` the changes at the borders."""
         rows, dims = self.rows, self.rows.geometry.dims
         k = 1 if self.line_axis is None else rows.taps[self.line_axis]
         first = top.blocks()
@@ -243,7 +244,7 @@ class _Overlap:
             taps = slice(1 + border.tap, 1 + border.tap + border.size)
             blocks[taps, taps].add_(sums.blocks().permute(3, 5, 0, 1, 2, 4, 6), alpha=border.sign)
         _add_along_diagonals(blocks)
-        # A weight has its taps in order, behind its channels.
+        # In a weight the taps follow the channels.
         near, far = [2 + axis for axis in range(dims)], [3 + dims + axis for axis in range(dims)]
         result = total.view(rows.groups, rows.kernel_shape[1], *rows.taps, rows.kernel_shape[1], *rows.taps)
         if self.line_axis is None:

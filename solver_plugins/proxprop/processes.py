@@ -1,4 +1,4 @@
-"""What ProxProp asks of other processes: sums, and the batches of the others."""
+"""Communication between the processes of ProxProp: sums, and the calls of the others."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from solver_plugins.proxprop.capture import Record
+from solver_plugins.proxprop.capture import LayerCall
 
 
 class Processes:
-    """The processes that train together; one process alone needs none of torch.distributed.
+    """The processes that train together; a single process needs no torch.distributed.
 
     Args:
-        group: A process group; None is all processes, or this one alone if torch.distributed is not set up.
+        group: A process group; None is all processes, or this one if torch.distributed is not set up.
     """
 
     def __init__(self, group: Any = None):
@@ -23,7 +23,7 @@ class Processes:
         self.count: int = dist.get_world_size(group) if ready else 1
 
     def exchange(self, mine: Any) -> list[Any]:
-        """Returns what every process gave, in the order of their ranks."""
+        """Returns the objects of all processes, in the order of their ranks."""
         if self.count == 1:
             return [mine]
         all_of_them: list[Any] = [None] * self.count
@@ -36,13 +36,16 @@ class Processes:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
-    def records(self, mine: Sequence[Record], shapes: list[list[tuple[Any, ...]]], like: Tensor) -> list[Record]:
-        """Returns the calls of all processes.
+    def calls(
+        self, mine: Sequence[LayerCall], shapes: list[list[tuple[Any, ...]]], bias: int | None, device: torch.device
+    ) -> list[LayerCall]:
+        """Returns the calls of one layer in all processes.
 
         Args:
-            mine: This process's.
-            shapes: Per process and call what :func:`shapes_of` returned there.
-            like: Tells the device.
+            mine: The calls of this process.
+            shapes: The results of :func:`shapes_of` in all processes.
+            bias: The column of the layer's bias.
+            device: The device to use.
         """
         if self.count == 1:
             return list(mine)
@@ -51,22 +54,20 @@ class Processes:
         for source, theirs in enumerate(shapes):
             for index, (x_shape, x_dtype, d_shape, d_dtype, rows) in enumerate(theirs):
                 if source == rank:
-                    x, d = mine[index].x, mine[index].d
-                    assert x is not None and d is not None
-                    x, d = x.contiguous(), d.contiguous()
+                    x, d = mine[index].input().contiguous(), mine[index].output_gradient().contiguous()
                 else:
-                    x = torch.empty(x_shape, dtype=x_dtype, device=like.device)
-                    d = torch.empty(d_shape, dtype=d_dtype, device=like.device)
+                    x = torch.empty(x_shape, dtype=x_dtype, device=device)
+                    d = torch.empty(d_shape, dtype=d_dtype, device=device)
                 for tensor in (x, d):
                     dist.broadcast(tensor, group_src=source, group=self.group)
-                found.append(Record(x, d, rows))
+                found.append(LayerCall(x, d, rows, bias=bias))
         return found
 
 
-def shapes_of(records: Sequence[Record]) -> list[tuple[Any, ...]]:
-    """Returns what another process must know to receive these calls."""
+def shapes_of(calls: Sequence[LayerCall]) -> list[tuple[Any, ...]]:
+    """Returns what another process has to know to receive these calls."""
     return [
         (tuple(one.x.shape), one.x.dtype, tuple(one.d.shape), one.d.dtype, one.rows)
-        for one in records
+        for one in calls
         if one.x is not None and one.d is not None
     ]

@@ -1,4 +1,4 @@
-"""Products of matrices with a leading dimension of groups, mostly of size one."""
+"""Products of matrices with a leading dimension of groups, which mostly has size one."""
 
 import torch
 from torch import Tensor
@@ -16,5 +16,5 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     elif total.is_contiguous():
         total.baddbmm_(a, b)
     else:
-        # torch would take the groups one after the other.
+        # torch's baddbmm_ would process the groups one after the other.
         total += torch.bmm(a, b)

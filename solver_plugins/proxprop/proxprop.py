@@ -1,4 +1,4 @@
-"""The front door: listens to a model, and turns its gradients into the directions of implicit steps."""
+"""ProxProp: listens to a model and replaces its gradients by the directions of implicit steps."""
 
 import math
 import re
@@ -12,71 +12,69 @@ from torch.optim import LBFGS, Optimizer
 
 from solver_plugins.errors import OptionError, did_you_mean, warn
 from solver_plugins.operators.precision import autocast_off
-from solver_plugins.proxprop.capture import Ears, Listener, Tally, keep_out_of_graphs
+from solver_plugins.proxprop.capture import CaptureState, Listener, Tally, keep_out_of_graphs
 from solver_plugins.proxprop.choose import choose_layers
 from solver_plugins.proxprop.errors import (
     ClosureError,
     DetachedError,
-    EmptyBatchError,
     JitterWarning,
     LayerNotRunError,
     OptimizerError,
-    OverwrittenError,
-    ReplicaError,
     WrappedModelError,
 )
-from solver_plugins.proxprop.processes import Processes, shapes_of
+from solver_plugins.proxprop.processes import Processes
+from solver_plugins.proxprop.shared_weight import SharedWeight, shared_weights
+from solver_plugins.proxprop.summary import Summary, check_summaries, listed
 from solver_plugins.proxprop.system import (
     StepReport,
     System,
-    Task,
+    SystemSettings,
     batch_system,
     feature_system,
     matrix_free_system,
 )
-from solver_plugins.proxprop.unit import Call, Unit, group
 from solver_plugins.surgery.targets import Targets
 
 GRAM_BYTES = 2**29
-"""Conjugate gradients build no matrix larger than this (512 MiB): they go without."""
+"""Conjugate gradients build no larger matrix than this (512 MiB); beyond it they work without a matrix."""
 
 
 class ProxProp:
     """Multiplies the gradients of linear layers by ``(I/tau_theta + X^T X)^{-1}``, equation (13).
 
-    ``X`` holds the inputs that a layer saw since its gradient was last empty: one row per sample and token (Linear) or
-    per sample and place (convolutions, im2col), and a column of ones for a trainable bias. Layers that share a weight,
-    are called several times, run on micro-batches or in several processes have all of these rows in one ``X``.
+    ``X`` holds the inputs of a layer since its gradient was last empty: one row per sample and token (Linear) or per
+    sample and place (convolutions, im2col), and a column of ones for a trainable bias. If layers share a weight, are
+    called several times, run on micro-batches or in several processes, one ``X`` has all of these rows.
 
         prox = ProxProp(model, mode="cg3")
         prox.attach(optimizer)            # or, after every loss.backward(): prox.precondition()
 
-    Forward values, state-dict and Parameters of the model stay as they are. Frozen weights are left alone, and so is
-    the last layer: the one whose output's gradient comes first in a backward pass. A model with several heads has
-    several last layers; name the others in ``exclude``.
+    Forward values, state-dict and Parameters of the model do not change. Frozen weights are skipped, and so is the last
+    layer: the one whose output gradient comes first in a backward pass. A model with several heads has several last
+    layers; name the others in ``exclude``.
 
     Args:
-        model: The model, before or after wrapping it in DistributedDataParallel or compiling it (not with
-            ``fullgraph=True``), after sharding it with FSDP2's ``fully_shard``.
+        model: The model, before or after wrapping it in DistributedDataParallel or compiling it (without
+            ``fullgraph=True``), and after sharding it with FSDP2's ``fully_shard``.
         mode: "exact" (Cholesky), or "cgN": N steps of conjugate gradients from zero, e.g. "cg3".
-        tau_theta: Step size of the implicit step: the smaller, the closer to a multiple of the plain gradient.
+        tau_theta: Step size of the implicit step; a small one gives almost a multiple of the plain gradient.
         gram: "sum" as in the paper, or "mean": ``X^T X / N``, so that ``tau_theta`` does not depend on the batch size.
-        targets: Which layers, as in PEFT: ends of names, a regular expression, or a function of name and module.
-        exclude: Which of them not.
+        targets: The layers, as in PEFT: ends of names, a regular expression, or a function of name and module.
+        exclude: Layers to leave out, in the same forms.
         skip_last: Whether the last layer keeps its plain gradient.
-        process_group: The processes that train together; all of them by default.
+        process_group: The processes that train together; by default all.
 
     Attributes:
-        layers: Names of the layers listened to.
-        skipped: Why other linear layers are not, by name.
+        layers: Names of the preconditioned layers.
+        skipped: Why other linear layers are not preconditioned, by name.
         last_step: What the last call of :meth:`precondition` did, by layer.
-        last_layers: Names of the layers that kept their plain gradient in it, as the last ones before the loss.
+        last_layers: Names of the last layers before the loss, which kept their plain gradient in that call.
 
     Raises:
-        OptionError: For an option out of range.
-        TargetError: For a target that names no layer.
-        UnsupportedLayerError: For a named layer that cannot be preconditioned, or none at all.
-        WrappedModelError: For a model in a wrapper that hides its layers.
+        OptionError: If an option is out of range.
+        TargetError: If a target matches no layer.
+        UnsupportedLayerError: If a named layer, or no layer at all, can be preconditioned.
+        WrappedModelError: If the model is in a wrapper that hides its layers.
     """
 
     def __init__(
@@ -105,135 +103,138 @@ class ProxProp:
         self.last_step: dict[str, StepReport] = {}
         self.last_layers: tuple[str, ...] = ()
         limit = GRAM_BYTES if self.steps is not None else 2**62
-        self._ears = Ears(self.skip_last)
-        self._tallies = self._ears.tallies
+        self._capture = CaptureState(self.skip_last)
+        self._tallies = self._capture.tallies
         keep_out_of_graphs()
         self._handles: list[Any] = []
         for name, layer, rows in chosen.all:
             weight = layer._parameters.get("weight")
             sharded = weight if hasattr(weight, "full_tensor") else None
-            tally = Tally(name, layer, rows, keeps=rows is not None, fold_limit=limit, parameter=sharded)
+            tally = Tally(name, layer, rows, fold_limit=limit, parameter=sharded)
             self._tallies.append(tally)
-            self._handles.append(layer.register_forward_hook(Listener(self._ears, tally), with_kwargs=True))
-        self.layers = [tally.name for tally in self._tallies if tally.keeps]
-        # A ProxProp that nobody holds any more leaves no hooks behind.
+            self._handles.append(layer.register_forward_hook(Listener(self._capture, tally), with_kwargs=True))
+        self.layers = [tally.name for tally in self._tallies if tally.shape is not None]
+        # When nobody holds the ProxProp any more, its hooks are removed.
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def precondition(self) -> dict[str, StepReport]:
         """Replaces the gradients of the layers by the directions of implicit steps; call it after ``backward()``.
 
-        With several processes, all of them must call it, with gradients that have been averaged or summed (as
+        With several processes, all of them must call it, after gradients have been averaged or summed (as
         DistributedDataParallel does).
 
         Returns:
-            What was done, by layer; see :class:`StepReport`.
+            A :class:`StepReport` per layer.
 
         Raises:
             LayerNotRunError: If a layer has no inputs or no gradient.
             EmptyBatchError: If a layer ran on no samples.
             NonFiniteError: If activations or gradients are not finite.
-            OverwrittenError: If the memory of an input was written to after the backward pass.
+            OverwrittenError: If an input was changed in place after the backward pass.
             ReplicaError: If the gradients of processes differ.
             DetachedError: After :meth:`detach`.
         """
-        if not self._ears.active:
-            raise DetachedError("This ProxProp has been detached from its model; make a new one.")
+        self._check_attached()
         processes = Processes(self._process_group)
         with torch.no_grad():
-            last = tuple(sorted(set().union(*processes.exchange(self._ears.last))))
-            units = self._units(processes, last)
-            summaries = processes.exchange([_summary(unit, processes.count) for unit in units])
-            _check_replicas(units, summaries)
+            last = tuple(sorted(set().union(*processes.exchange(self._capture.last))))
+            weights = self._weights(last)
+            summaries = processes.exchange([Summary.of(shared, processes.count) for shared in weights])
+            check_summaries(weights, summaries)
             made = []
-            for index, unit in enumerate(units):
-                with autocast_off(unit.weight.device):
-                    made.append(self._system(unit, [one[index] for one in summaries], processes))
+            for index, shared in enumerate(weights):
+                with autocast_off(shared.weight.device):
+                    made.append(self._system(shared, [one[index] for one in summaries], processes))
             report = {}
-            for unit, system in zip(units, made, strict=True):
-                with autocast_off(unit.weight.device):
+            for shared, system in zip(weights, made, strict=True):
+                with autocast_off(shared.weight.device):
                     done = system.finish()
                 if done.jitter:
                     warn(
-                        f"The matrix of {unit.name} is not positive definite in {unit.dtype}: {done.jitter:.3g} was "
-                        "added to its diagonal. Normalise the inputs of that layer, or take a smaller tau_theta.",
+                        f"The matrix of {shared.name} is not positive definite in {shared.dtype}: {done.jitter:.3g} "
+                        "was added to its diagonal. Normalise the inputs of that layer, or use a smaller tau_theta.",
                         JitterWarning,
                     )
-                report.update({tally.name: done for tally in unit.tallies})
+                report.update({tally.name: done for tally in shared.tallies})
         self.clear()
         self.last_step, self.last_layers = report, last
         return report
 
-    def _units(self, processes: Processes, last: tuple[str, ...]) -> list[Unit]:
-        kept = [tally for tally in self._tallies if tally.keeps and tally.weight().requires_grad]
-        if any(tally.parameter is None and hasattr(tally.weight(), "full_tensor") for tally in kept):
+    def _check_attached(self) -> None:
+        if not self._capture.active:
+            raise DetachedError("This ProxProp has been detached from its model; make a new one.")
+
+    def _trained(self) -> list[Tally]:
+        """Returns the tallies of preconditioned layers whose weights are trained."""
+        return [tally for tally in self._tallies if tally.shape is not None and tally.weight().requires_grad]
+
+    def _weights(self, last: tuple[str, ...]) -> list[SharedWeight]:
+        trained = self._trained()
+        if any(tally.parameter is None and hasattr(tally.weight(), "full_tensor") for tally in trained):
             raise WrappedModelError(
                 "The model has been sharded after this ProxProp was made, which replaced its Parameters. Call "
                 "fully_shard first, then make the ProxProp (and the optimizer)."
             )
-        # By weight: a gradient that is in part the last layer's has no rows of that part.
+        # By weight, because a gradient that partly comes from the last layer has no rows of that part.
         plain = {id(tally.weight()) for tally in self._tallies if tally.name in last}
-        units = group([tally for tally in kept if id(tally.weight()) not in plain])
-        if kept and not units:
+        weights = shared_weights([tally for tally in trained if id(tally.weight()) not in plain])
+        if trained and not weights:
             found = ", ".join(name or "the model itself" for name in last)
             raise LayerNotRunError(
                 f"Nothing to precondition: {found} is the last layer, which keeps its plain gradient (as do layers "
                 "that share its weight). Pass skip_last=False to precondition it, too."
             )
-        return units
+        return weights
 
-    def _system(self, unit: Unit, summaries: list["_Summary"], processes: Processes) -> System:
-        total = sum(one[1] for one in summaries)
-        task = Task(self.steps, 1 / self.tau_theta, 1.0, total)
-        if self.gram == "mean":
-            task = Task(self.steps, total / self.tau_theta, float(total), total)
-        folded = any(one[2] for one in summaries)
-        size = min(total, unit.columns) ** 2 * unit.rows.groups * unit.dtype.itemsize
+    def _system(self, shared: SharedWeight, summaries: list[Summary], processes: Processes) -> System:
+        total = sum(one.rows for one in summaries)
+        scale = float(total) if self.gram == "mean" else 1.0
+        settings = SystemSettings(self.steps, scale / self.tau_theta, scale, total)
+        folded = any(one.folded for one in summaries)
+        size = min(total, shared.columns) ** 2 * shared.rows.groups * shared.dtype.itemsize
         if not folded and self.steps is not None and size > GRAM_BYTES:
-            return matrix_free_system(unit, task, _calls(unit), processes)
-        if folded or total >= unit.rows.columns:
-            return feature_system(unit, task, processes)
+            own = [call for tally in shared.tallies for call in tally.kept]
+            return matrix_free_system(shared, settings, own, processes)
+        if folded or total >= shared.rows.columns:
+            return feature_system(shared, settings, processes)
         calls = []
-        for index, (tally, bias) in enumerate(zip(unit.tallies, unit.bias_of, strict=True)):
-            shapes = [one[3][index] for one in summaries]
-            calls += [Call(record, bias) for record in processes.records(tally.records, shapes, unit.weight)]
-        return batch_system(unit, task, calls)
+        for index, (tally, bias) in enumerate(zip(shared.tallies, shared.bias_of, strict=True)):
+            shapes = [one.shapes[index] for one in summaries]
+            calls += processes.calls(tally.kept, shapes, bias, shared.weight.device)
+        return batch_system(shared, settings, calls)
 
     def attach(self, optimizer: Optimizer) -> Self:
         """Preconditions before every ``optimizer.step()``, until :meth:`detach`.
 
-        A GradScaler's ``step`` may be used as always: it unscales first, and steps that it skips are forgotten.
+        A GradScaler works as usual: it unscales first, and the inputs of steps that it skips are forgotten.
 
         Raises:
             OptimizerError: If the optimizer does not hold the weights of the layers.
             ClosureError: If it evaluates the model itself (LBFGS).
         """
-        if not self._ears.active:
-            raise DetachedError("This ProxProp has been detached from its model; make a new one.")
+        self._check_attached()
         inner = _stepping(optimizer)
         if isinstance(inner, LBFGS):
             raise ClosureError(
-                "LBFGS runs the model inside of its step, so there is no moment to precondition at. Use an optimizer "
-                "that takes one gradient per step."
+                "LBFGS runs the model inside its step, so there is no moment to precondition. Use an optimizer that "
+                "takes one gradient per step."
             )
         held = {id(parameter) for one in inner.param_groups for parameter in one["params"]}
-        missing = [
-            tally.name
-            for tally in self._tallies
-            if tally.keeps and tally.weight().requires_grad and id(tally.weight()) not in held
-        ]
+        missing = [tally.name for tally in self._trained() if id(tally.weight()) not in held]
         if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
             raise OptimizerError(
-                f"Expected an optimizer that holds the weights of all layers; it does not hold those of {shown}. Make "
-                "it from the same model, or leave these layers out with exclude=; with several optimizers, make one "
-                "ProxProp for each."
+                f"Expected an optimizer that holds the weights of all layers; it does not hold those of "
+                f"{listed(missing)}. Make it from the same model, or leave these layers out with exclude=; with "
+                "several optimizers, make one ProxProp for each."
             )
         attached = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]
-        mine = {id(tally.weight()) for tally in self._tallies if tally.keeps}
+        mine = {id(one.weight()) for one in self._tallies if one.shape is not None}
         for other in attached:
             if other is self:
                 return self
-            if isinstance(other, ProxProp) and any(id(one.weight()) in mine for one in other._tallies if one.keeps):
+            if isinstance(other, ProxProp) and any(
+                id(one.weight()) in mine for one in other._tallies if one.shape is not None
+            ):
                 raise OptimizerError(
                     "Another ProxProp is attached to this optimizer for the same layers, which would be preconditioned "
                     "twice. Call detach() on it first (or run the cell that makes the optimizer again)."
@@ -242,11 +243,11 @@ class ProxProp:
         return self
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # torch hands the optimizer itself on as the first argument.
+        # torch passes the optimizer itself as the first argument.
         closure = kwargs.get("closure", next((one for one in args if callable(one) and one is not optimizer), None))
         if closure is not None:
             raise ClosureError(
-                "Expected optimizer.step() without a closure: with one, the model runs inside of the step. Call "
+                "Expected optimizer.step() without a closure, which would run the model inside the step. Call "
                 "loss.backward() before optimizer.step()."
             )
         still = all(float(group.get("lr", 1.0)) == 0 for group in optimizer.param_groups)
@@ -255,22 +256,22 @@ class ProxProp:
             return
         infinite: Tensor | None = getattr(optimizer, "found_inf", None)
         if infinite is not None and bool(infinite.any()):
-            # A GradScaler leaves it to a fused optimizer to skip this step.
+            # With a GradScaler, a fused optimizer itself skips this step.
             self.clear()
             return
-        # A fused optimizer divides by the GradScaler's factor itself, after us. Directions are homogeneous in the
-        # gradient, conjugate gradients' included, so that the factor may be taken out before or after.
+        # A fused optimizer divides by the GradScaler's factor itself, after us. All directions, also those of conjugate
+        # gradients, are homogeneous in the gradient, so the division may come before or after.
         self.precondition()
 
     def clear(self) -> None:
-        """Forgets the inputs heard so far, as after a step."""
+        """Forgets the inputs so far, as after a step."""
         for tally in self._tallies:
             tally.clear()
-        self._ears.last.clear()
+        self._capture.last.clear()
 
     def detach(self) -> None:
-        """Stops listening and removes everything that was put on model and optimizers; a second call does nothing."""
-        self._ears.active = False
+        """Stops listening and removes all hooks from model and optimizers; a second call does nothing."""
+        self._capture.active = False
         _remove(self._handles)
         self._handles.clear()
         self.clear()
@@ -290,16 +291,11 @@ class ProxProp:
         )
 
 
-_Summary = tuple[int, int, bool, list[Any], bool, float, bool]
-"""Calls, rows, whether a Gram matrix was made, shapes of kept calls per layer, whether there is a gradient, a probe,
-whether an input was overwritten."""
-
-
 def cg_steps(mode: str) -> int | None:
-    """Returns how many steps of conjugate gradients a mode takes; None for "exact".
+    """Returns the number of conjugate gradient steps of a mode; None for "exact".
 
     Raises:
-        OptionError: If it is no mode.
+        OptionError: If the mode is unknown.
     """
     if mode == "exact":
         return None
@@ -312,7 +308,7 @@ def cg_steps(mode: str) -> int | None:
 
 
 def _stepping(optimizer: Any) -> Optimizer:
-    """Returns the optimizer that really steps, inside of wrappers such as accelerate's, timm's Lookahead, or SAM.
+    """Returns the optimizer that really steps, inside wrappers such as accelerate's, timm's Lookahead, or SAM.
 
     Raises:
         OptimizerError: If there is none, or its step runs no hooks.
@@ -328,8 +324,8 @@ def _stepping(optimizer: Any) -> Optimizer:
         raise OptimizerError(f"Expected a torch.optim.Optimizer; found {type(optimizer).__name__}.")
     if not getattr(type(inner).step, "hooked", False):
         raise OptimizerError(
-            f"The step of {type(inner).__name__} runs no hooks, so that nothing can be done before it. Call "
-            "precondition() yourself, after backward()."
+            f"The step of {type(inner).__name__} runs no hooks, so nothing can be done before it. Call precondition() "
+            "yourself, after backward()."
         )
     return inner
 
@@ -337,61 +333,3 @@ def _stepping(optimizer: Any) -> Optimizer:
 def _remove(handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _calls(unit: Unit) -> list[Call]:
-    pairs = zip(unit.tallies, unit.bias_of, strict=True)
-    return [Call(record, bias) for tally, bias in pairs for record in tally.records]
-
-
-def _summary(unit: Unit, processes: int) -> _Summary:
-    present = unit.weight.grad is not None
-    # A sharded gradient has been reduced by whoever sharded it.
-    compare = processes > 1 and present and not unit.sharded
-    return (
-        sum(tally.calls for tally in unit.tallies),
-        sum(tally.rows for tally in unit.tallies),
-        any(tally.gram is not None for tally in unit.tallies),
-        [shapes_of(tally.records) for tally in unit.tallies],
-        present,
-        float(unit.probed_gradient().double().norm()) if compare else 0.0,
-        any(tally.overwritten or any(one.overwritten for one in tally.records) for tally in unit.tallies),
-    )
-
-
-def _check_replicas(units: list[Unit], summaries: list[list[_Summary]]) -> None:
-    """Raises, in all processes alike, if any unit cannot be preconditioned."""
-    if len({len(one) for one in summaries}) > 1:
-        raise ReplicaError("Expected every process to train the same layers; their numbers differ.")
-    silent, empty, apart, overwritten = [], [], [], []
-    for index, unit in enumerate(units):
-        theirs = [one[index] for one in summaries]
-        probes = [one[5] for one in theirs]
-        if not sum(one[0] for one in theirs) or not all(one[4] for one in theirs):
-            silent.append(unit.name)
-        elif not sum(one[1] for one in theirs):
-            empty.append(unit.name)
-        elif max(probes) - min(probes) > 1e-3 * max(probes):
-            apart.append(unit.name)
-        elif any(one[6] for one in theirs):
-            overwritten.append(unit.name)
-    if silent:
-        raise LayerNotRunError(
-            f"Expected every layer to have run since its gradient was last empty, and to have a gradient; "
-            f"{', '.join(silent[:5])}{f' and {len(silent) - 5} more' if len(silent) > 5 else ''} did not or have none. "
-            "No gradient was changed. Call precondition() once per step, after backward(). A layer that the loss does "
-            "not use, or whose weight is read without calling it (nn.MultiheadAttention.out_proj), belongs into "
-            "exclude=; a model that was compiled and run before ProxProp was made must be compiled again."
-        )
-    if empty:
-        raise EmptyBatchError(f"Expected at least one sample; {', '.join(empty)} ran on none. No gradient was changed.")
-    if overwritten:
-        raise OverwrittenError(
-            f"The inputs of {', '.join(overwritten)} have been written over between backward() and precondition(). No "
-            "gradient was changed. Do not reuse one tensor for several micro-batches."
-        )
-    if apart:
-        raise ReplicaError(
-            f"Expected the same gradients in all processes; those of {', '.join(apart)} differ. No gradient was "
-            "changed. Wrap the model in DistributedDataParallel, or reduce the gradients before precondition()."
-        )

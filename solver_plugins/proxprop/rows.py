@@ -1,29 +1,27 @@
-"""The matrix ``X`` of a layer: one row per sample (Linear) or per sample and place (Conv, im2col).
+"""The matrix ``X`` of a layer: one row per sample (Linear), or per sample and place (Conv, im2col).
 
 A layer is linear in its weight: its output is ``X W^T`` (plus the bias), with one block of columns per group. Nothing
-here builds all of ``X`` for a convolution: products with it are convolutions, and Gram matrices are summed in pieces.
+here builds the whole ``X`` of a convolution: products with it are convolutions, and Gram matrices are summed in pieces.
 
 Shapes: ``g`` groups, ``N`` rows, ``d`` columns per group (``n1/g`` times the taps), ``m`` outputs per group.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn import functional, grad
+from torch import Tensor, nn
+from torch.nn import functional
 
-from solver_plugins.errors import ShapeError
-from solver_plugins.operators import Geometry
+from solver_plugins.errors import ShapeError, UnsupportedLayerError
+from solver_plugins.operators import Geometry, operator_from_kernel, read_layer
 from solver_plugins.operators.padding import pad
 from solver_plugins.proxprop.products import add_product
 
-_CONV: tuple[Callable[..., Tensor], ...] = (functional.conv1d, functional.conv2d, functional.conv3d)
-_WEIGHT_GRADIENT: tuple[Callable[..., Tensor], ...] = (grad.conv1d_weight, grad.conv2d_weight, grad.conv3d_weight)
-
 PIECE_BYTES = 2**22
-"""How large a piece of an im2col matrix may be while a Gram matrix is summed: 4 MiB, so that caches hold it."""
+"""The largest piece of an im2col matrix while a Gram matrix is summed: 4 MiB, which fits into caches."""
 
 Margins = tuple[tuple[int, int], ...]
 """Zeros in front of and behind an input, per axis."""
@@ -46,6 +44,23 @@ class Rows:
 
     kernel_shape: tuple[int, ...]
     geometry: Geometry
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> "Rows":
+        """Returns how a layer turns its input into rows.
+
+        Raises:
+            UnsupportedLayerError: If the package cannot read the layer, or its kernel is not just its weight.
+        """
+        kernel, geometry = read_layer(layer)
+        weight = layer._parameters.get("weight")
+        if weight is None:
+            raise UnsupportedLayerError("its weight is computed (a parametrisation), not a Parameter")
+        if weight.is_complex():
+            raise UnsupportedLayerError("its weight is complex")
+        if kernel is not weight and not _is_transposed(kernel, weight):
+            raise UnsupportedLayerError("its kernel is computed from its weight, so their gradients differ")
+        return cls(tuple(kernel.shape), geometry)
 
     @property
     def groups(self) -> int:
@@ -75,11 +90,11 @@ class Rows:
         return batch * math.prod(self.geometry.output_size(self.taps, x.shape[-self.geometry.dims :])) if batch else 0
 
     def prepare(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns an input as ``[N, n1]``, or with its padding as ``[batch, n1, *size]``, in ``dtype``."""
+        """Returns an input in ``dtype`` as ``[N, n1]``, or with its padding as ``[batch, n1, *size]``."""
         return surround(*self.without_zeros(x, dtype))
 
     def without_zeros(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Margins]:
-        """Returns an input in ``dtype`` as :meth:`prepare` does, and how many zeros it leaves out at each end."""
+        """Returns an input like :meth:`prepare` but without padded zeros, and the number of zeros at each end."""
         if not self.geometry.dims:
             return x.reshape(-1, self.kernel_shape[1]).to(dtype), ()
         x = self._batched(x).to(dtype)
@@ -93,11 +108,13 @@ class Rows:
 
     def output_rows(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an output, or a gradient of its shape, as ``[g, N, m]``."""
+        return self._as_rows((self._batched(y) if self.geometry.dims else y).to(dtype), self.outputs)
+
+    def _as_rows(self, y: Tensor, r: int) -> Tensor:
+        """Returns outputs with ``r`` channels per group as ``[g, N, r]``."""
         if not self.geometry.dims:
-            return y.reshape(1, -1, self.kernel_shape[0]).to(dtype)
-        y = self._batched(y).to(dtype)
-        places = y.reshape(y.shape[0], self.groups, self.outputs, -1)
-        return places.permute(1, 0, 3, 2).reshape(self.groups, -1, self.outputs)
+            return y.reshape(1, -1, r)
+        return y.reshape(y.shape[0], self.groups, r, -1).permute(1, 0, 3, 2).reshape(self.groups, -1, r)
 
     def _batched(self, x: Tensor) -> Tensor:
         if x.dim() == self.geometry.dims + 1:
@@ -108,42 +125,31 @@ class Rows:
 
     def project(self, x: Tensor, p: Tensor) -> Tensor:
         """Returns ``X p^T`` as ``[g, N, r]`` for a prepared input and ``p`` of shape ``[g, r, d]``: a forward pass."""
-        if not self.geometry.dims:
-            return (x @ p[0].T).unsqueeze(0)
         kernel = p.reshape(-1, *self.kernel_shape[1:])
-        y = _CONV[self.geometry.dims - 1](
-            x, kernel, stride=self.geometry.stride, dilation=self.geometry.dilation, groups=self.groups
-        )
-        return (
-            y.reshape(x.shape[0], self.groups, p.shape[1], -1).permute(1, 0, 3, 2).reshape(self.groups, -1, p.shape[1])
-        )
+        return self._as_rows(operator_from_kernel(kernel, self._bare, x.shape).apply(x), p.shape[1])
 
     def pull_back(self, x: Tensor, y: Tensor) -> Tensor:
         """Returns ``y^T X`` as ``[g, r, d]`` for a prepared input and ``y`` ``[g, N, r]``: a weight gradient."""
-        if not self.geometry.dims:
-            return (y[0].T @ x).unsqueeze(0)
         r = y.shape[2]
-        size = self._places(x)
-        spread = (
-            y.reshape(self.groups, x.shape[0], -1, r).permute(1, 0, 3, 2).reshape(x.shape[0], self.groups * r, *size)
-        )
-        result = _WEIGHT_GRADIENT[self.geometry.dims - 1](
-            x,
-            (self.groups * r, *self.kernel_shape[1:]),
-            spread.contiguous(),
-            stride=self.geometry.stride,
-            dilation=self.geometry.dilation,
-            groups=self.groups,
-        )
-        return result.reshape(self.groups, r, self.columns)
+        # Only the shape of the kernel matters.
+        kernel = x.new_empty(()).expand(self.groups * r, *self.kernel_shape[1:])
+        operator = operator_from_kernel(kernel, self._bare, x.shape)
+        if self.geometry.dims:
+            y = y.reshape(self.groups, x.shape[0], -1, r).permute(1, 0, 3, 2)
+            y = y.reshape(x.shape[0], *operator.output_shape).contiguous()
+        return operator.weight_gradient(x, y).reshape(self.groups, r, self.columns)
+
+    @property
+    def _bare(self) -> Geometry:
+        """The geometry for an input that already has its padding."""
+        return dataclasses.replace(self.geometry, padding=((0, 0),) * self.geometry.dims, padding_mode="zeros")
 
     def _places(self, x: Tensor) -> tuple[int, ...]:
-        """Returns the output's size for an input that has its padding already."""
-        bare = Geometry(self.geometry.stride, ((0, 0),) * self.geometry.dims, self.geometry.dilation)
-        return bare.output_size(self.taps, x.shape[2:])
+        """Returns the size of the output for an input that already has its padding."""
+        return self._bare.output_size(self.taps, x.shape[2:])
 
     def unfold(self, x: Tensor, axes: Iterable[int]) -> Tensor:
-        """Returns a view of a prepared convolution input that is cut into windows along some axes.
+        """Returns a view of a prepared convolution input, cut into windows along some axes.
 
         The shape is ``[batch, n1, *(places, or sizes of axes that are not cut), *(taps)]``.
         """
@@ -153,7 +159,7 @@ class Rows:
         return x
 
     def matrices(self, x: Tensor) -> Iterator[Tensor]:
-        """Yields ``X`` of a prepared input in pieces ``[g, rows, d]``, a few samples each."""
+        """Yields ``X`` of a prepared input in pieces ``[g, rows, d]`` of a few samples each."""
         if not self.geometry.dims:
             yield x.unsqueeze(0)
             return
@@ -193,3 +199,8 @@ class Rows:
             columns = torch.cat([matrix for part in parts for matrix in rows.matrices(part)], 1)
             add_product(result, columns, columns.mT)
         return result
+
+
+def _is_transposed(kernel: Tensor, weight: Tensor) -> bool:
+    other = weight.t() if weight.dim() == 2 else weight
+    return kernel.shape == other.shape and kernel.stride() == other.stride() and kernel._base is weight

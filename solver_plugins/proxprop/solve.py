@@ -1,7 +1,7 @@
 """Solvers of ``(I/tau + X^T X) v = g``, equation (16), as pure functions of matrices.
 
-A leading dimension holds the groups of a convolution: independent systems to a factorisation, one vector to conjugate
-gradients, which see all of a layer's parameters at once.
+A leading dimension holds the groups of a convolution. A factorisation solves one system per group; conjugate gradients
+treat all groups as one vector.
 """
 
 import math
@@ -16,12 +16,12 @@ from solver_plugins.proxprop.products import multiply
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a solve went.
+class CgOutcome:
+    """How conjugate gradients went; the defaults are for a factorisation.
 
     Attributes:
-        iterations: Steps of conjugate gradients taken; 0 for a factorisation.
-        residual: ``|g - M v| / |g|`` as conjugate gradients know it; 0 for a factorisation.
+        iterations: The number of steps.
+        residual: ``|g - M v| / |g|`` as the recurrence knows it.
     """
 
     iterations: int = 0
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def factorize(matrix: Tensor, shift: float) -> tuple[Tensor, float]:
-    """Returns the Cholesky factor of ``shift I + matrix``, and how much more than ``shift`` it needed: usually 0.
+    """Returns the Cholesky factor of ``shift I + matrix``, and the jitter that was added to ``shift``, usually 0.
 
     The matrix is overwritten.
 
@@ -52,20 +52,20 @@ def factorize(matrix: Tensor, shift: float) -> tuple[Tensor, float]:
         jitter *= 10
     raise FactorizationError(
         f"Expected X^T X to be positive semidefinite; found a matrix of size {matrix.shape[-1]} with a diagonal up to "
-        f"{largest:.3g} that no jitter makes so. Are the activations extremely large? Normalise the inputs."
+        f"{largest:.3g} that is not, even with jitter. Are the activations extremely large? Normalise the inputs."
     )
 
 
-def conjugate_gradients(apply: Callable[[Tensor], Tensor], g: Tensor, steps: int) -> tuple[Tensor, Outcome]:
+def conjugate_gradients(apply: Callable[[Tensor], Tensor], g: Tensor, steps: int) -> tuple[Tensor, CgOutcome]:
     """Returns the iterate after ``steps`` steps of conjugate gradients on ``M v = g`` from ``v = 0``.
 
-    From zero because a warm start loses the descent property (Proposition 5); no epsilon in the denominators because
-    gradients may be as small as it.
+    It starts at zero because a warm start loses the descent property (Proposition 5). Denominators have no epsilon,
+    because gradients may be as small as it.
 
     Args:
         apply: ``p -> M p``, with ``M`` symmetric positive definite.
         g: The right-hand side.
-        steps: How many; fewer are taken if the residual vanishes.
+        steps: The number of steps; fewer are taken if the residual vanishes.
     """
     v, r, p = torch.zeros_like(g), g, g
     size = start = _dot(r, r)
@@ -87,22 +87,22 @@ def conjugate_gradients(apply: Callable[[Tensor], Tensor], g: Tensor, steps: int
 
 def batch_conjugate_gradients(
     k: Tensor, d: Tensor, shift: float, steps: int
-) -> tuple[Callable[[int, int], Tensor], Outcome]:
+) -> tuple[Callable[[int, int], Tensor], CgOutcome]:
     """Solves in the space of the rows: ``X^T y`` is the iterate of :func:`conjugate_gradients` for ``g = X^T d``.
 
-    Every vector of that iteration is ``X^T`` of one with a row per sample: ``M X^T p = X^T (shift p + K p)`` and
-    ``<X^T a, X^T b> = <a, K b>`` with ``K = X X^T``: one product with ``K`` per step. If there are more outputs than
-    rows, the vectors ``p = P d`` are held as their polynomials ``P`` in ``K``, which are smaller.
+    Every vector of that iteration is ``X^T`` times a vector with a row per sample. With ``K = X X^T``,
+    ``M X^T p = X^T (shift p + K p)`` and ``<X^T a, X^T b> = <a, K b>``: one product with ``K`` per step. If there are
+    more outputs than rows, the vectors ``p = P d`` are stored as polynomials ``P`` in ``K``, which are smaller.
 
     Args:
         k: ``X X^T``, ``[g, N, N]``.
         d: Gradients of the outputs, ``[g, N, m]``.
         shift: ``1/tau``.
-        steps: How many; fewer are taken if the residual vanishes.
+        steps: The number of steps; fewer are taken if the residual vanishes.
 
     Returns:
-        A function that gives the outputs ``first`` to ``last`` of ``y``, and how the solve went (the residual is that
-        before the last step: it would cost a product more).
+        A function that returns the outputs ``first`` to ``last`` of ``y``, and how the solve went. The residual is that
+        before the last step, because the final one would cost another product.
     """
     scale = _rescaling(d, _dot(d, d))
     if scale is not None:
@@ -111,7 +111,7 @@ def batch_conjugate_gradients(
     size = float(k.diagonal(dim1=-2, dim2=-1).amax()) if k.numel() else 1.0
     known = torch.finfo(k.dtype)
     if known.max**0.25 < size < math.inf:
-        # Squares of K would overflow; the iterates are those of any multiple of the matrix.
+        # Squares of K would overflow; a multiple of the matrix has the same iterates.
         scaled, outcome = batch_conjugate_gradients(k / size, d, shift / size, steps)
         return lambda first, last: scaled(first, last) / size, outcome
     implicit = d.shape[2] > d.shape[1]
@@ -133,13 +133,13 @@ def batch_conjugate_gradients(
         taken += 1
         if taken == steps:
             break
-        # The first vectors are the caller's; later ones are written over, since these are the largest tensors here.
+        # The first vectors belong to the caller; later ones are overwritten, because they are the largest tensors here.
         own = taken > 1
         r = r.add_(p, alpha=-alpha * shift) if own else torch.add(r, p, alpha=-alpha * shift)
         r.sub_(kp, alpha=alpha)
         kr = multiply(k, r)
         if taken + 1 == steps:
-            del k  # No product follows: what is freed here lowers the peak of a step.
+            del k  # No product follows, and freeing it lowers the peak of memory.
         weighted = weigh(kr)
         before, size = size, _dot(r, weighted)
         beta = size / before
@@ -163,15 +163,15 @@ def _dot(a: Tensor, b: Tensor) -> float:
 
 
 def _rescaling(g: Tensor, square: float) -> float | None:
-    """Returns the largest entry of a vector whose square, or that of a residual, leaves the range of its precision.
+    """Returns the largest entry of a vector if its squares may leave the range of its precision, otherwise None.
 
-    Directions are homogeneous in the gradient, so that it may have any scale. None where there is nothing to do.
+    Directions are homogeneous in the gradient, so it may be divided by any number.
     """
     known = torch.finfo(g.dtype)
     if known.tiny / known.eps**3 < square < known.max**0.5 or not g.numel():
         return None
     largest = float(g.abs().amax())
-    # Zeros stay zeros; what is not finite is found elsewhere.
+    # Zeros stay zeros; other code checks that numbers are finite.
     return largest if 0 < largest < math.inf and largest != 1 else None
 
 
@@ -179,5 +179,5 @@ def _floor(dtype: torch.dtype, start: float) -> float:
     return torch.finfo(dtype).eps ** 2 * start
 
 
-def _outcome(taken: int, size: float, start: float) -> Outcome:
-    return Outcome(taken, (max(size, 0.0) / start) ** 0.5 if start > 0 else 0.0)
+def _outcome(taken: int, size: float, start: float) -> CgOutcome:
+    return CgOutcome(taken, (max(size, 0.0) / start) ** 0.5 if start > 0 else 0.0)

@@ -15,8 +15,7 @@ from torch import Tensor
 from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import LinearOperator, tau_nice_indices, tau_nice_mask, tau_nice_masks, tau_of
-from solver_plugins.prox import Prior
-from solver_plugins.prox.base import Step
+from solver_plugins.prox import Prior, Step
 from solver_plugins.solvers.problem import BlockProblem, Formulation
 from solver_plugins.solvers.steps import StepRule, full_smoothness, step_factor
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.operators import LinearOperator, autocast_off, match_dtype, product_dtype
-from solver_plugins.prox import Prior
-from solver_plugins.prox.base import Step
+from solver_plugins.prox import Prior, Step
 
 Formulation = Literal["normalized", "paper"]
 

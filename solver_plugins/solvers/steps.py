@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.operators import expected_smoothness
-from solver_plugins.prox.base import Step
+from solver_plugins.prox import Step
 
 StepRule = Literal["constant", "exp", "bottou", "expected_smoothness"]
 

@@ -59,7 +59,7 @@ class OptEqAlpha(Study[AlphaConfig]):
     def _make(self, arm: str, alpha: float) -> OptEqNet:
         # "unrolled" is the paper's: K plain iterations, differentiated.
         solver = "fixed_point" if arm == UNROLLED else "anderson"
-        return self.config.network.make(self._images, alpha=alpha, solver=solver, grad=arm)
+        return self.config.network.make(self._images, alpha=alpha, solver=solver, gradient=arm)
 
     def cells(self) -> list[Cell]:
         return [

@@ -23,10 +23,10 @@ from solver_plugins.studies.fitting import mean
 from solver_plugins.studies.registry import register_study
 
 MODES = {
-    "unrolled, plain": {"solver": "fixed_point", "grad": "unrolled"},
-    "unrolled, Anderson": {"solver": "anderson", "grad": "unrolled"},
-    "implicit, plain": {"solver": "fixed_point", "grad": "implicit"},
-    "implicit, Anderson": {"solver": "anderson", "grad": "implicit"},
+    "unrolled, plain": {"solver": "fixed_point", "gradient": "unrolled"},
+    "unrolled, Anderson": {"solver": "anderson", "gradient": "unrolled"},
+    "implicit, plain": {"solver": "fixed_point", "gradient": "implicit"},
+    "implicit, Anderson": {"solver": "anderson", "gradient": "implicit"},
 }
 """Forward solver and gradient; the implicit backward is conjugate gradients for one layer, Anderson for more."""
 
@@ -96,7 +96,7 @@ class OptEqGrad(Study[GradConfig]):
         calls: dict[tuple[str, int], Callable[[], Tensor]] = {}
         for mode, options in MODES.items():
             for k in config.iterations:
-                made = _with(model, options["solver"], options["grad"], k, config.tol)
+                made = _with(model, options["solver"], options["gradient"], k, config.tol)
                 calls[mode, k] = lambda made=made: _gradient(made, x, towards)  # type: ignore[misc]
         seconds = dict.fromkeys(calls, math.inf)
         errors, peaks = {}, {}
@@ -191,12 +191,12 @@ class OptEqGrad(Study[GradConfig]):
         return figure
 
 
-def _with(model: DeepOptEq, solver: str, grad: str, iters: int, tol: float) -> DeepOptEq:
+def _with(model: DeepOptEq, solver: str, gradient: str, iters: int, tol: float) -> DeepOptEq:
     """Returns a copy of the model that is solved in another way."""
     made = copy.deepcopy(model)
     made.solver = EQUILIBRIUM_SOLVERS.get(solver).from_options(
         # Nothing is too inexact here: the error is what is measured.
-        iters=iters, tol=tol, grad=grad, implicit_iters=iters, implicit_tol=1e9
+        iters=iters, tol=tol, gradient=gradient, implicit_iters=iters, implicit_tol=1e9
     )  # fmt: skip
     return made
 

@@ -129,7 +129,7 @@ class OptEqRegularizers(Study[RegularizersConfig]):
             lam=float(cell["lam"]),
             # Without a regulariser, SAM is plain iteration (the paper's beta = 0).
             solver="sam" if how == SAM else "fixed_point",
-            grad="unrolled",
+            gradient="unrolled",
             regularizer=regularizer or None,
         )
 

@@ -23,7 +23,8 @@ from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
 from solver_plugins.surgery.errors import ConversionError, naming
 from solver_plugins.surgery.model_config import enter_into_config, refuse_quantized, remove_from_config
-from solver_plugins.surgery.wrappers import is_sharded, refuse_wrapped
+from solver_plugins.surgery.refusals import refuse_wrapped
+from solver_plugins.wrappers import FSDP2, wrapper_of
 
 _SPEC = "_conversion_spec"
 """Where a block keeps the spec that it was made by."""
@@ -154,7 +155,7 @@ def revert_model(model: nn.Module) -> nn.Module:
     Raises:
         ConversionError: If there is none, or the model is sharded.
     """
-    if any(is_sharded(module) for module in model.modules()):
+    if any(wrapper_of(module) is FSDP2 for module in model.modules()):
         # Its layers have a class that fully_shard made; taking a shell off would take that, too.
         raise ConversionError(
             "Expected a model that is not sharded; found modules of fully_shard. Save its full state dict, load it "

@@ -12,8 +12,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators.layers import LAYERS
 from solver_plugins.prox import prox_for
-from solver_plugins.prox.rejections import REJECTED_CLASSES, REJECTED_FUNCTIONS, REJECTED_HOST_FUNCTIONS
-from solver_plugins.prox.table import FUNCTIONS, HOST_FUNCTIONS
+from solver_plugins.prox.rejections import REJECTED_CLASSES, REJECTED_FUNCTIONS, REJECTED_LIBRARY_FUNCTIONS
+from solver_plugins.prox.table import FUNCTIONS, LIBRARY_FUNCTIONS
 
 ModuleKind = Literal["linear", "norm", "dropout", "droppath", "activation", "shape", "other"]
 
@@ -138,4 +138,4 @@ def is_activation_function(function: Callable[..., Any]) -> bool:
     except TypeError:  # not hashable
         return False
     name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', '')}"
-    return known or name in HOST_FUNCTIONS or name in REJECTED_HOST_FUNCTIONS
+    return known or name in LIBRARY_FUNCTIONS or name in REJECTED_LIBRARY_FUNCTIONS

@@ -12,9 +12,9 @@ from solver_plugins.surgery.match import match
 from solver_plugins.surgery.model_config import refuse_quantized
 from solver_plugins.surgery.parts import Block, DropoutPart, Samples
 from solver_plugins.surgery.record import Record, record
+from solver_plugins.surgery.refusals import refuse_wrapped
 from solver_plugins.surgery.select import Chosen, Selection, select
 from solver_plugins.surgery.spec import ConversionSpec
-from solver_plugins.surgery.wrappers import refuse_wrapped
 
 
 @dataclass(frozen=True)

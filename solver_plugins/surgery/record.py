@@ -17,16 +17,9 @@ from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import Inputs, candidate_inputs, read_inputs
 from solver_plugins.surgery.trace import Tracer
 from solver_plugins.surgery.untouched import left_as_it_was, unnoticed
+from solver_plugins.wrappers import wrapper_of
 
 __all__ = ["Argument", "Call", "Record", "Ref", "Value", "record"]
-
-_WRAPPERS = {
-    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
-    "torch.nn.parallel.data_parallel.DataParallel": "module",
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "module",
-    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
-}
-"""Classes that wrap a model, with the attribute that holds it."""
 
 
 @dataclass(frozen=True)
@@ -157,12 +150,9 @@ def _set_modes(made: nn.Module) -> None:
 def _check(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise RecordError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
-    name = f"{type(model).__module__}.{type(model).__qualname__}"
-    if name in _WRAPPERS:
-        raise RecordError(
-            f"{type(model).__name__} wraps a model; convert the model first and wrap it then: "
-            f"pass model.{_WRAPPERS[name]}."
-        )
+    wrapper = wrapper_of(model)
+    if wrapper is not None and wrapper.inside is not None:
+        raise RecordError(f"Expected a plain model; found {wrapper.label}: pass model.{wrapper.inside}.")
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise RecordError(f"{lazy[0]!r} is lazy and has no shape yet; run one forward pass of the model first.")

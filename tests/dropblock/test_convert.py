@@ -62,6 +62,7 @@ def test_what_is_converted_and_why_the_rest_is_not():
     assert "a function" in reasons["the model"]
     text = str(report)
     assert "3 of 8 dropouts become dropblock" in text and "left alone: it drops whole channels" in text
+    assert "3 of 8 dropouts" in repr(report) and "map_drop" in report._repr_html_()
     assert json.loads(report.to_json())["dropouts"][0]["name"] == "map_drop"
     assert [type(module) for module in model.modules()] == [type(module) for module in before.modules()]
 

@@ -232,7 +232,7 @@ def test_bad_input():
     assert StructuredDropoutRegularizer(odd, "dropout", 0.5, classifier=odd[2]).name == "2"
     with pytest.raises(ClassifierError, match="has no module '3'"):
         StructuredDropoutRegularizer(odd, "dropout", 0.5, classifier="3")
-    with pytest.raises(ClassifierError, match="no part of this"):
+    with pytest.raises(ClassifierError, match="not a part of this"):
         StructuredDropoutRegularizer(odd, "dropout", 0.5, classifier=nn.Linear(2, 2))
     with pytest.raises(ClassifierError, match="found ReLU"):
         StructuredDropoutRegularizer(odd, "dropout", 0.5, classifier="1")

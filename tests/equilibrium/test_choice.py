@@ -84,15 +84,15 @@ def test_theorem_4_sam_finds_the_least_regularised_fixed_point(regularizer, expe
 
 def test_sam_without_a_regulariser_is_the_plain_iteration():
     x = inputs(3, 5)
-    sam, plain = network(2, solver="sam", iters=7), network(2, solver="fixed_point", grad="unrolled", iters=7)
+    sam, plain = network(2, solver="sam", iters=7), network(2, solver="fixed_point", gradient="unrolled", iters=7)
     assert torch.equal(sam(x), plain(x))
 
 
 def test_rates_outside_of_theorem_4_are_refused():
     with pytest.raises(OptionError, match=r"rho \+ 2 c < 1"):
         network(solver="sam", iters=3, rho=0.8, c=0.2)
-    with pytest.raises(OptionError, match="grad"):
-        network(solver="sam", grad="implicit")
+    with pytest.raises(OptionError, match="gradient"):
+        network(solver="sam", gradient="implicit")
 
 
 @pytest.mark.parametrize("name", list_regularizers())

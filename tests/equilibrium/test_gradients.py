@@ -39,7 +39,7 @@ def gradients(model, x):
 @pytest.mark.parametrize("make", VARIANTS.values(), ids=VARIANTS.keys())
 def test_implicit_equals_converged_unrolled(make):
     implicit, x = make()
-    unrolled, _ = make(solver="fixed_point", grad="unrolled", iters=300)
+    unrolled, _ = make(solver="fixed_point", gradient="unrolled", iters=300)
     for found, expected in zip(gradients(implicit, x), gradients(unrolled, x), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6 * float(expected.abs().max()))
 
@@ -69,7 +69,7 @@ def test_gradients_reach_a_backbone():
     backbone = nn.Linear(4, 5, dtype=DOUBLE)
     x = inputs(3, 4)
     grads = []
-    for options in ({}, {"solver": "fixed_point", "grad": "unrolled", "iters": 300}):
+    for options in ({}, {"solver": "fixed_point", "gradient": "unrolled", "iters": 300}):
         model = nn.Sequential(backbone, nn.Tanh(), network(2, **options))
         grads.append(torch.autograd.grad(model(x).square().sum(), list(backbone.parameters())))
     for found, expected in zip(*grads, strict=True):
@@ -89,16 +89,18 @@ def test_one_layer_is_solved_by_cg_in_few_products_and_does_not_depend_on_alpha(
 
 def test_second_derivatives_are_right_or_refused():
     model, x = network(2, activation="tanh"), inputs(2, 5).requires_grad_()
-    with pytest.raises(DoubleBackwardError, match="grad='unrolled'"):
+    with pytest.raises(DoubleBackwardError, match="gradient='unrolled'"):
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     for solver in ("fixed_point", "anderson"):
-        unrolled = network(2, activation="tanh", solver=solver, grad="unrolled", iters=4)
+        unrolled = network(2, activation="tanh", solver=solver, gradient="unrolled", iters=4)
         assert torch.autograd.gradgradcheck(unrolled, (x,), atol=1e-5)
 
 
 @pytest.mark.parametrize("solver", ["anderson", "fista", "fixed_point", "sam"])
 def test_unrolled_gradients_are_those_of_the_iterations(solver):
-    model = network(1, activation="tanh", solver=solver, grad="unrolled", iters=6, regularizer="half_squared", lam=0.2)
+    model = network(
+        1, activation="tanh", solver=solver, gradient="unrolled", iters=6, regularizer="half_squared", lam=0.2
+    )
     assert torch.autograd.gradcheck(model, (inputs(2, 5).requires_grad_(),), atol=1e-6)
 
 
@@ -120,10 +122,10 @@ def test_tiny_gradients_survive_float32():
     torch.testing.assert_close(tiny * 1e30, plain, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("grad", ["implicit", "unrolled"])
-def test_half_precision(grad):
+@pytest.mark.parametrize("gradient", ["implicit", "unrolled"])
+def test_half_precision(gradient):
     torch.manual_seed(0)
-    model = DeepOptEq([OptEqLayer.conv2d(6, 4, 8), OptEqLayer.conv2d(6, 4, 8)], grad=grad)
+    model = DeepOptEq([OptEqLayer.conv2d(6, 4, 8), OptEqLayer.conv2d(6, 4, 8)], gradient=gradient)
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
     expected = model(x)
     with torch.autocast("cpu", torch.bfloat16):
@@ -142,10 +144,12 @@ def test_half_precision(grad):
     assert half.layers[0].W.weight.grad.dtype == torch.bfloat16
 
 
-def saved_bytes(grad, iters):
+def saved_bytes(gradient, iters):
     """What autograd keeps between forward and backward."""
     kept = {}
-    model = network(2, state=40, hidden=40, grad=grad, iters=iters, solver="fixed_point", tol=0.0, implicit_tol=1.0)
+    model = network(
+        2, state=40, hidden=40, gradient=gradient, iters=iters, solver="fixed_point", tol=0.0, implicit_tol=1.0
+    )
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t) is None or t, lambda t: t):
         model(inputs(8, 5))
     return sum(tensor.nbytes for tensor in kept.values())
@@ -226,7 +230,7 @@ def test_a_solve_that_did_not_converge_is_unrolled_with_a_warning():
     model, x = network(2, iters=2, tol=1e-10, implicit_tol=1e-6), inputs(3, 5)
     with pytest.warns(NotConvergedWarning, match="unrolled instead"):
         found = gradients(model, x)
-    expected = gradients(network(2, iters=2, grad="unrolled"), x)
+    expected = gradients(network(2, iters=2, gradient="unrolled"), x)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b)
     with pytest.warns(NotConvergedWarning, match="residual is about"), torch.no_grad():
@@ -245,9 +249,9 @@ def test_a_backward_that_did_not_converge_is_unrolled_with_a_warning(layers):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("grad", ["implicit", "unrolled"])
-def test_divergence_names_layer_and_residual(grad):
-    model, x = network(2, grad=grad, iters=30), inputs(3, 5).abs()
+@pytest.mark.parametrize("gradient", ["implicit", "unrolled"])
+def test_divergence_names_layer_and_residual(gradient):
+    model, x = network(2, gradient=gradient, iters=30), inputs(3, 5).abs()
     with torch.no_grad():
         model.layers[1].W.weight.copy_(torch.eye(8, 6) * 3)
     with pytest.raises(DivergenceError, match=r"residual is .*layers\.1 has \|W\| of 3"):
@@ -256,9 +260,9 @@ def test_divergence_names_layer_and_residual(grad):
         model(x)
 
 
-@pytest.mark.parametrize("grad", ["implicit", "unrolled"])
-def test_numbers_that_are_not_finite_are_named(grad):
-    model, x = network(2, grad=grad), inputs(3, 5)
+@pytest.mark.parametrize("gradient", ["implicit", "unrolled"])
+def test_numbers_that_are_not_finite_are_named(gradient):
+    model, x = network(2, gradient=gradient), inputs(3, 5)
     x[1, 2] = torch.nan
     with pytest.raises(DivergenceError, match=r"The input of layers\.0"):
         model(x)
@@ -279,7 +283,7 @@ def test_no_gradient_is_asked_for_and_none_is_kept():
 
 @pytest.mark.parametrize("solver", ["fixed_point", "anderson"])
 def test_unrolled_compiles_as_one_graph(solver):
-    model = network(2, grad="unrolled", iters=4, solver=solver, activation="tanh")
+    model = network(2, gradient="unrolled", iters=4, solver=solver, activation="tanh")
     x = inputs(3, 5)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), model(x))
@@ -291,8 +295,8 @@ def test_unrolled_compiles_as_one_graph(solver):
 
 def replica(rank):
     found = []
-    for grad in ("implicit", "unrolled"):
-        model = DistributedDataParallel(network(2, grad=grad, activation="tanh", iters=60))
+    for gradient in ("implicit", "unrolled"):
+        model = DistributedDataParallel(network(2, gradient=gradient, activation="tanh", iters=60))
         model(inputs(4, 5)[2 * rank : 2 * rank + 2]).square().mean().backward()
         found.append([parameter.grad.tolist() for parameter in model.parameters()])
     return found

@@ -23,8 +23,8 @@ def system(make, layers=3, batch=4, **options):
 
 
 def solve(jacobian, w, tolerance, products=200, pulls=True):
-    dims = tuple(range(1 - w.ndim, 0))
-    return minimal_residuals(jacobian, w, dims, tolerance=tolerance, products=products, pulls=pulls)
+    assert jacobian.dims == tuple(range(1 - w.ndim, 0))
+    return minimal_residuals(jacobian, w, tolerance, products, pulls=pulls)
 
 
 def dense(jacobian, w):

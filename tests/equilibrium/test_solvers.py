@@ -10,13 +10,13 @@ from solver_plugins.equilibrium import (
     EQUILIBRIUM_SOLVERS,
     DeepOptEq,
     EquilibriumSolver,
+    EquilibriumState,
     OptEqLayer,
-    State,
     list_equilibrium_solvers,
     register_equilibrium_solver,
 )
 from solver_plugins.equilibrium.problem import rows_of, states_of
-from solver_plugins.equilibrium.solvers.anderson import HistoryState, _relaxation
+from solver_plugins.equilibrium.solvers.anderson import MixingState, _relaxation
 from solver_plugins.errors import InputError, OptionError, RegistrationError, ShapeError, UnknownNameError
 from tests.equilibrium.small import DOUBLE, conv_network, inputs, network
 
@@ -86,16 +86,16 @@ def test_relaxation_follows_the_spectrum():
     """One direction is left after the mixture, with eigenvalue 0.2: ``b = 1 / (1 - 0.2)`` removes it at once."""
     rest = inputs(3, 6)
     after_plain = 0.2 * rest
-    found = _relaxation(HistoryState(None, rest=rest), after_plain)
+    found = _relaxation(MixingState(None, rest=rest), after_plain)
     torch.testing.assert_close(found, torch.full((3, 1), 1.25, dtype=DOUBLE))
     relaxed = (1 - found) * rest + found * 0.2 * rest
     assert (relaxed.abs() <= 1e-15).all()
     for eigenvalue, expected in ((0.4, 1 / 0.6), (0.9, 2.0), (-0.3, 1.0)):
         f = (1 - found) * rest + found * eigenvalue * rest
-        again = _relaxation(HistoryState(None, rest=rest, relaxation=found), f)
+        again = _relaxation(MixingState(None, rest=rest, relaxation=found), f)
         torch.testing.assert_close(again, torch.full((3, 1), expected, dtype=DOUBLE))
     nothing = torch.zeros_like(rest)
-    torch.testing.assert_close(_relaxation(HistoryState(None, rest=nothing), rest), torch.ones(3, 1, dtype=DOUBLE))
+    torch.testing.assert_close(_relaxation(MixingState(None, rest=nothing), rest), torch.ones(3, 1, dtype=DOUBLE))
 
 
 def test_feature_maps_keep_their_order_in_memory():
@@ -107,7 +107,7 @@ def test_feature_maps_keep_their_order_in_memory():
         assert found.is_contiguous() == (given is x) and found[0, 0].stride() == ((5, 1) if given is x else (15, 3))
         with torch.no_grad():
             assert model(given).stride() == found.stride()
-        torch.testing.assert_close(found, conv_network(2, grad="unrolled", solver="fixed_point", iters=300)(given))
+        torch.testing.assert_close(found, conv_network(2, gradient="unrolled", solver="fixed_point", iters=300)(given))
     problem = model.problem(x).prepared()
     rows = rows_of(problem, last)
     assert rows.data_ptr() == last.data_ptr() and rows.shape == (3, 40)
@@ -156,7 +156,7 @@ def test_a_users_own_solver():
         name = "lazy_for_tests"
 
         def step(self, problem, state, image, iteration):
-            return State(image / 2 if state.z is None else (state.z + image) / 2)
+            return EquilibriumState(image / 2 if state.z is None else (state.z + image) / 2)
 
     try:
         x = inputs(3, 5)
@@ -172,7 +172,9 @@ def test_bad_options_are_refused():
     with pytest.raises(OptionError, match="window"):
         network(windows=3)
     with pytest.raises(OptionError, match="implicit"):
-        network(grad="explicit")
+        network(gradient="explicit")
+    with pytest.raises(OptionError, match=r"no option 'grad'\. It is called 'gradient' since 0\.2\.0"):
+        network(grad="unrolled")
     with pytest.raises(RegistrationError, match="EquilibriumSolver"):
         register_equilibrium_solver(DeepOptEq)
 

@@ -174,7 +174,7 @@ def test_errors_leave_the_model_as_it_was(tmp_path):
         (UnknownNameError, {"solver": "andersen"}),
         (UnknownNameError, {"regularizer": "l3"}),
         (SolverPluginsError, {"activation": "gelu"}),
-        (OptionError, {"solver": "sam", "grad": "implicit"}),
+        (OptionError, {"solver": "sam", "gradient": "implicit"}),
         (ClassifierError, {"classifier": "nothing"}),
     ):
         with pytest.raises(error):

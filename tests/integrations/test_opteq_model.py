@@ -21,7 +21,7 @@ def test_size_is_the_papers():
     assert all(float(norm) <= 0.9 * (1 + 1e-6) for norm in model.equilibrium.certified_norms().values())
 
 
-@pytest.mark.parametrize("options", [{}, {"solver": "sam", "regularizer": "half_squared"}, {"grad": "unrolled"}])
+@pytest.mark.parametrize("options", [{}, {"solver": "sam", "regularizer": "half_squared"}, {"gradient": "unrolled"}])
 def test_it_learns(options):
     torch.manual_seed(0)
     model = small(num_classes=3, **options)

@@ -96,7 +96,7 @@ def test_refuses_subclasses_with_a_forward_of_their_own():
         def _conv_forward(self, input, weight, bias):
             return super()._conv_forward(input, 2 * weight, bias)
 
-    with pytest.raises(UnsupportedLayerError, match="forward of its own"):
+    with pytest.raises(UnsupportedLayerError, match="with its own forward"):
         kernel_of(Hidden(2, 3, 3))
 
 

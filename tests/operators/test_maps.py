@@ -26,6 +26,8 @@ def check(layer: nn.Module, u: torch.Tensor) -> None:
     x = torch.randn_like(out)
     back = operator.adjoint(x)
     assert back.shape == u.shape
+    assert operator.input_shape == u.shape[u.ndim - len(operator.problem_dims) :]
+    assert operator.output_shape == out.shape[out.ndim - len(operator.problem_dims) :]
     torch.testing.assert_close((out * x).sum(), (u * back).sum(), rtol=1e-11, atol=1e-11)
 
 
@@ -104,7 +106,7 @@ def test_dense_matrix(dims, padding, stride, mode):
     size = (5, 4, 3)[:dims]
     matrix = dense_matrix(layer, (2, *size))
     operator = operator_for(layer, (2, *size))
-    x = torch.randn(3, *operator.output_size, dtype=torch.float64)
+    x = torch.randn(operator.output_shape, dtype=torch.float64)
     expected = (matrix.T @ x.flatten()).reshape(2, *size)
     torch.testing.assert_close(operator.adjoint(x), expected, **tolerance(torch.float64)._asdict())
     torch.testing.assert_close(

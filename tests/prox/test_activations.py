@@ -295,7 +295,7 @@ def test_subclasses_are_trusted_only_with_the_forward_of_their_base():
         prox_for(OwnForward())
     module = nn.ReLU()
     module.forward = lambda input: input
-    with pytest.raises(NotProximalError, match="forward of its own on the instance"):
+    with pytest.raises(NotProximalError, match="its own forward on the instance"):
         prox_for(module)
 
 

@@ -272,7 +272,7 @@ def test_a_weight_that_is_pruned_later():
     model = net()
     prox = ProxProp(model)
     prune.l1_unstructured(model[0], "weight", 0.5)
-    with pytest.raises(UnsupportedLayerError, match=r"weight of 0 .*make it anew"):
+    with pytest.raises(UnsupportedLayerError, match=r"weight of 0 .*make a new one"):
         loss(model, torch.randn(2, 6, **D)).backward()
     prox.detach()
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from solver_plugins.proxprop import gram as module
 from solver_plugins.proxprop.gram import gram
-from solver_plugins.proxprop.unit import rows_of
+from solver_plugins.proxprop.rows import Rows
 
 CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
@@ -16,7 +16,7 @@ CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 def moments(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns X^T X and 1^T X as the package computes them."""
-    rows = rows_of(layer)
+    rows = Rows.of(layer)
     prepared, margins = rows.without_zeros(x, x.dtype)
     return gram(rows, prepared, margins), rows.column_sums(prepared, margins)
 
@@ -94,6 +94,6 @@ def test_no_samples():
 def test_padding_is_not_copied():
     """Zeros around an input cost nothing: the input itself is worked on."""
     x = torch.randn(2, 3, 6, 6)
-    prepared, margins = rows_of(nn.Conv2d(3, 4, 5, padding=2)).without_zeros(x, torch.float32)
+    prepared, margins = Rows.of(nn.Conv2d(3, 4, 5, padding=2)).without_zeros(x, torch.float32)
     assert prepared.data_ptr() == x.data_ptr()
     assert margins == ((2, 2), (2, 2))

@@ -198,7 +198,7 @@ def test_inputs_in_memory_that_is_used_again():
         for _ in range(2):
             model(x).square().sum().backward()
             x.normal_()
-        refused(model, prox, OverwrittenError, "inputs of 0 have been written over")
+        refused(model, prox, OverwrittenError, "inputs of 0 were changed in place")
 
 
 def test_closures():

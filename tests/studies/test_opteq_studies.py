@@ -125,7 +125,7 @@ def test_all_modes_tend_to_one_gradient(layers):
     at = x.clone().requires_grad_()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss(at), [*model.parameters(), at])])
     for options in MODES.values():
-        found = _gradient(_with(model, options["solver"], options["grad"], 200, 1e-12), x, towards)
+        found = _gradient(_with(model, options["solver"], options["gradient"], 200, 1e-12), x, towards)
         # Unrolled Anderson's own steps are differentiated, too, where differences are rounding.
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 

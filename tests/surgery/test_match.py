@@ -293,7 +293,7 @@ def test_layers_that_cannot_be_converted() -> None:
     for reason, forward in reasons.items():
         block = fc(forward)
         assert not block.convertible and block.reasons[0].startswith(reason), block.reasons
-    assert "is a Linear with a forward of its own" in fc(lambda self, x: self.fc(x), fc=OwnForward(4, 4)).reasons[0]
+    assert "is a Linear with its own forward" in fc(lambda self, x: self.fc(x), fc=OwnForward(4, 4)).reasons[0]
     assert "Transposed" in blocks(
         lambda self, x: self.up(x), torch.rand(2, 4, 8), up=nn.ConvTranspose1d(4, 4, 2)
     )["up"].reasons[0]  # fmt: skip

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem
-from solver_plugins.equilibrium.solvers.base import EquilibriumSolver, State, register_equilibrium_solver
+from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver, EquilibriumState, register_equilibrium_solver
 
 
 @dataclass(frozen=True)
-class MomentumState(State):
-    """A :class:`State` with momentum.
+class AcceleratedState(EquilibriumState):
+    """The state of an accelerated gradient method.
 
     Attributes:
         previous: ``x_k``; None is zero.
@@ -31,17 +31,19 @@ class Fista(EquilibriumSolver):
         x_{k+1} = T(y_k) = prox_R(y_k - a grad h(y_k))
         y_{k+1} = x_{k+1} + (theta_k - 1)/theta_{k+1} (x_{k+1} - x_k)
 
-    Momentum is dropped where ``<y_k - x_{k+1}, x_{k+1} - x_k> > 0``, for each sample by itself.
+    A sample drops its momentum if ``<y_k - x_{k+1}, x_{k+1} - x_k> > 0``.
     """
 
     name = "fista"
     tags = ("accelerated",)
     one_layer_only = True
 
-    def init(self) -> MomentumState:
-        return MomentumState(None)
+    def init(self) -> AcceleratedState:
+        return AcceleratedState(None)
 
-    def step(self, problem: EquilibriumProblem, state: MomentumState, image: Tensor, iteration: int) -> MomentumState:
+    def step(
+        self, problem: EquilibriumProblem, state: AcceleratedState, image: Tensor, iteration: int
+    ) -> AcceleratedState:
         moved = image if state.previous is None else image - state.previous
         with torch.no_grad():
             behind = -image if state.z is None else state.z - image
@@ -49,4 +51,4 @@ class Fista(EquilibriumSolver):
             before = torch.ones_like(restart, dtype=image.dtype) if state.theta is None else state.theta
             before = torch.where(restart, 1.0, before)
             theta = (1 + (1 + 4 * before.square()).sqrt()) / 2
-        return MomentumState(image + (before - 1) / theta * moved, image, image, theta)
+        return AcceleratedState(image + (before - 1) / theta * moved, image, image, theta)

@@ -5,7 +5,7 @@ from typing import final
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem
-from solver_plugins.equilibrium.solvers.base import EquilibriumSolver, State, register_equilibrium_solver
+from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver, EquilibriumState, register_equilibrium_solver
 
 
 @register_equilibrium_solver
@@ -16,5 +16,7 @@ class FixedPoint(EquilibriumSolver):
     name = "fixed_point"
     tags = ("paper",)
 
-    def step(self, problem: EquilibriumProblem, state: State, image: Tensor, iteration: int) -> State:
-        return State(image)
+    def step(
+        self, problem: EquilibriumProblem, state: EquilibriumState, image: Tensor, iteration: int
+    ) -> EquilibriumState:
+        return EquilibriumState(image)

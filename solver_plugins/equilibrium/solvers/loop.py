@@ -1,4 +1,4 @@
-"""The loops that run a solver: to a tolerance, or a fixed number of times."""
+"""The loops that run a solver: to a tolerance, or for a fixed number of iterations."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem, FixedPointProblem, Jacobian, rows_of
-from solver_plugins.equilibrium.solvers.base import EquilibriumSolver
+from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver
 
 _OPTIMISM = 10.0
-"""An evaluation that may be the last one is recorded; one that turns out not to be costs only memory."""
+"""The next evaluation is recorded if its expected residual is below this many tolerances; a wrong guess only costs
+memory."""
 
 
 @dataclass(frozen=True)
@@ -19,13 +20,13 @@ class Run:
     """How a solve went; numbers per sample have shape ``[batch]``.
 
     Attributes:
-        value: The result, ``T`` of the last point (for SAM the last point).
+        value: The result: ``T`` of the last point (for SAM the last point).
         residual: ``|T(z) - z| / |T(z)|`` at the last point.
         first: ``|T(z) - z|`` at the first point.
         last: ``|T(z) - z|`` at the last point.
         iterations: Evaluations until the sample was done.
-        evaluations: Evaluations of the map by this solve, of the whole batch.
-        jacobian: The Jacobian at the last point, where it was recorded.
+        evaluations: Evaluations of the map for the whole batch.
+        jacobian: The Jacobian at the last point, if it was recorded.
     """
 
     value: Tensor
@@ -44,7 +45,7 @@ class Run:
 
 
 def unroll(solver: EquilibriumSolver, problem: EquilibriumProblem) -> Run:
-    """Takes ``iters`` iterations, recorded if gradients are; no stopping rule, no look at values."""
+    """Takes exactly ``iters`` iterations; autograd records them, and no value is read."""
     state = solver.init()
     first = None
     for iteration in range(solver.config.iters):
@@ -69,9 +70,9 @@ def settle(
 ) -> Run:
     """Iterates until every sample is within ``tol``, at most ``iters`` times.
 
-    A sample that is done stays where it is, so its result does not depend on how long the others take. Nothing is
-    recorded, except with ``record`` the last evaluation, which then has a Jacobian, and with ``"graph"`` a gradient,
-    too; it is guessed from the rate so far, and costs no evaluation of its own where the guess is right.
+    A sample that is done stays where it is, so its result does not depend on how long the others take. With
+    ``record`` the last evaluation also gives a Jacobian, and with ``"graph"`` it has a gradient. Which evaluation is
+    the last is guessed from the rate of convergence; a right guess saves an evaluation.
     """
     config: Any = solver.config
     iters = config.iters if iters is None else iters
@@ -108,7 +109,7 @@ def settle(
                 state, before = new, error
     assert first is not None and iterations is not None and error is not None
     if record and jacobian is None:
-        # Done sooner than expected.
+        # The solve ended sooner than expected.
         image, jacobian = _evaluate(problem, state.z, record)
         evaluations += 1
     return Run(image, error, first, last, iterations, evaluations, jacobian)
@@ -120,7 +121,7 @@ def _evaluate(problem: Any, z: Tensor | None, record: str | None) -> tuple[Tenso
 
 
 def _held(state: Any, z: Tensor | None, done: Tensor) -> Any:
-    """Returns the state with the old point wherever a sample is done."""
+    """Returns the state with the old points of the samples that are done."""
     done = done.reshape(done.shape + (1,) * (state.z.ndim - 1))
     old = torch.zeros_like(state.z) if z is None else z
     return dataclasses.replace(state, z=torch.where(done, old, state.z))

@@ -1,4 +1,4 @@
-"""The modified sequential averaging method, which chooses among several fixed points."""
+"""The modified sequential averaging method (SAM), which chooses among several fixed points."""
 
 from typing import Literal, final
 
@@ -6,10 +6,10 @@ import pydantic
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem
-from solver_plugins.equilibrium.solvers.base import (
+from solver_plugins.equilibrium.solvers.solver import (
     EquilibriumConfig,
     EquilibriumSolver,
-    State,
+    EquilibriumState,
     register_equilibrium_solver,
 )
 
@@ -17,7 +17,7 @@ from solver_plugins.equilibrium.solvers.base import (
 class SamConfig(EquilibriumConfig):
     """Options of ``sam``."""
 
-    grad: Literal["unrolled"] = pydantic.Field(
+    gradient: Literal["unrolled"] = pydantic.Field(
         "unrolled", description="SAM ends near a fixed point, not at one: only its iterations have a gradient."
     )
     eta: float = pydantic.Field(0.5, gt=0, le=1, description="beta_k = eta / k^rho.")
@@ -28,14 +28,14 @@ class SamConfig(EquilibriumConfig):
     @pydantic.model_validator(mode="after")
     def _check_rates(self) -> "SamConfig":
         if not self.rho + 2 * self.c < 1:
-            raise ValueError(f"Theorem 4 wants rho + 2 c < 1; found {self.rho} + 2 * {self.c}")
+            raise ValueError(f"Theorem 4 needs rho + 2 c < 1; found {self.rho} + 2 * {self.c}")
         return self
 
 
 @register_equilibrium_solver
 @final
 class Sam(EquilibriumSolver):
-    """Modified SAM iteration: tends to the fixed point at which the regulariser is least (equation 10, Theorem 4).
+    """Modified SAM iteration: tends to the fixed point with the smallest regulariser (equation 10, Theorem 4).
 
         z_k = b_k S_k(z_{k-1}) + (1 - b_k) T(z_{k-1}),     S_k(z) = (1 - g l_k) z - g lam grad R(z)
         b_k = eta / k^rho,    l_k = decay L_z / k^c,    g = 1 / (2 L_z max(1, lam))
@@ -48,9 +48,11 @@ class Sam(EquilibriumSolver):
     Config = SamConfig
     chooses = True
 
-    def step(self, problem: EquilibriumProblem, state: State, image: Tensor, iteration: int) -> State:
+    def step(
+        self, problem: EquilibriumProblem, state: EquilibriumState, image: Tensor, iteration: int
+    ) -> EquilibriumState:
         if problem.chosen is None:
-            return State(image)
+            return EquilibriumState(image)
         regularizer, lam = problem.chosen.regularizer, problem.chosen.lam
         k, smoothness = iteration + 1, regularizer.smoothness
         beta = self.config.eta / k**self.config.rho
@@ -59,4 +61,4 @@ class Sam(EquilibriumSolver):
         z = image.new_zeros(image.shape) if state.z is None else state.z
         moved = (1 - gamma * shrink) * z - gamma * lam * regularizer.gradient(z, problem.sample_dims)
         z = image.lerp(moved, beta)
-        return State(z, z)
+        return EquilibriumState(z, z)

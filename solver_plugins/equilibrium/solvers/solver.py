@@ -1,11 +1,11 @@
-"""What a solver of fixed-point problems is: a config, and one iteration rule as ``init`` and ``step``.
+"""The interface of equilibrium solvers: a config, and one iteration rule as ``init`` and ``step``.
 
-A new one is one file: derive a final class, write ``step``, decorate with ``@register_equilibrium_solver``. Another
-distribution offers it through the entry-point group ``solver_plugins.equilibrium_solvers``.
+A new solver is one file: derive a final class, write ``step``, decorate with ``@register_equilibrium_solver``. Another
+distribution adds one through the entry-point group ``solver_plugins.equilibrium_solvers``.
 """
 
 import abc
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -16,36 +16,42 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium.problem import EquilibriumProblem
 from solver_plugins.registry import Registry, subclasses_of
 
+RENAMED = {"grad": "It is called 'gradient' since 0.2.0, as in solver blocks."}
+
 
 class EquilibriumConfig(StrictConfig):
-    """Options that every solver of equilibria has."""
+    """Options of every equilibrium solver."""
+
+    hints: ClassVar[Mapping[str, str]] = RENAMED
 
     iters: int = pydantic.Field(
-        20, ge=1, description="At most so many evaluations of the map; unrolled, exactly so many."
+        20, ge=1, description="Largest number of evaluations of the map; unrolled, the exact number."
     )
     tol: float = pydantic.Field(
         1e-4,
         ge=0,
         description="A sample is done once |T(z) - z| <= tol |T(z)|; also for the backward. Unrolled: not used.",
     )
-    grad: Literal["implicit", "unrolled"] = pydantic.Field(
-        "implicit", description="'implicit' differentiates the equilibrium; 'unrolled' the iterations, all of them."
+    gradient: Literal["implicit", "unrolled"] = pydantic.Field(
+        "implicit", description="'implicit' differentiates the equilibrium, 'unrolled' all of the iterations."
     )
-    implicit_iters: int = pydantic.Field(50, ge=1, description="At most so many steps of the implicit backward.")
+    implicit_iters: int = pydantic.Field(50, ge=1, description="Largest number of steps of the implicit backward.")
+    # Larger than the 1e-4 of solver blocks on purpose. A block has no stopping rule, and this is its only check of
+    # convergence. Here every sample is solved to `tol`, and this bound only concerns samples that run out of `iters`.
     implicit_tol: float = pydantic.Field(
         1e-2, gt=0, description="Largest residual at which an implicit gradient is trusted; above it, unroll and warn."
     )
 
 
 @dataclass(frozen=True)
-class State:
-    """Where a solve stands.
+class EquilibriumState:
+    """The state of a solve between two evaluations.
 
     Attributes:
         z: Where the map is evaluated next; None is zero.
-        value: The result if the solve ended here; None is the last image.
-        moved: ``T(z) - z`` with one row per sample, where the loop has computed it.
-        distance: Its length.
+        value: The result if the solve ends here; None is the last image.
+        moved: ``T(z) - z`` with one row per sample, if the loop has computed it.
+        distance: The length of each row.
     """
 
     z: Tensor | None
@@ -60,9 +66,9 @@ class EquilibriumSolver(abc.ABC):
     Attributes:
         name: The registered name.
         tags: Words to filter by.
-        Config: The options' model.
-        one_layer_only: It needs the equilibrium to be a minimiser of ``h``: a single layer.
-        chooses: It chooses among fixed points by the regulariser, which otherwise is appended to the map. Such a solve
+        Config: The model of the options.
+        one_layer_only: It minimises ``h``, which only a single layer has.
+        chooses: It uses the regulariser to choose among fixed points instead of appending it to the map. Such a solve
             ends near a fixed point, not at one, and has no implicit gradient.
     """
 
@@ -84,19 +90,19 @@ class EquilibriumSolver(abc.ABC):
         options = ", ".join(f"{name}={value!r}" for name, value in self.config.options().items())
         return f"{type(self).__name__}({options})"
 
-    def init(self) -> State:
+    def init(self) -> EquilibriumState:
         """Returns the state before the first evaluation, which is at zero."""
-        return State(None)
+        return EquilibriumState(None)
 
     @abc.abstractmethod
-    def step(self, problem: EquilibriumProblem, state: Any, image: Tensor, iteration: int) -> State:
+    def step(self, problem: EquilibriumProblem, state: Any, image: Tensor, iteration: int) -> EquilibriumState:
         """Returns the state after an evaluation.
 
         Args:
             problem: The problem.
-            state: The state before; the loop may have moved ``state.z`` back where a sample is done.
+            state: The state before; if a sample is done, the loop may have moved its ``state.z`` back.
             image: ``T(state.z)``.
-            iteration: Counted from zero.
+            iteration: The number of the iteration, from zero.
         """
 
 
@@ -114,5 +120,5 @@ def register_equilibrium_solver(solver: S) -> S:
 
 
 def list_equilibrium_solvers(filter: str | Iterable[str] | None = None) -> list[str]:
-    """Lists the registered solvers; ``filter`` is a glob on the name or a tag ("accelerated")."""
+    """Returns the names of the equilibrium solvers; ``filter`` is a glob on the name or a tag ("accelerated")."""
     return EQUILIBRIUM_SOLVERS.names(filter)

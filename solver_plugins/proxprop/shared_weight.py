@@ -1,4 +1,4 @@
-"""One weight with the biases that go with it: what a single linear system is solved for."""
+"""One weight with the biases of its layers: the unknowns of one linear system."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,45 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solver_plugins.errors import UnsupportedLayerError
 from solver_plugins.operators import read_layer
-from solver_plugins.proxprop.capture import Record, Tally, working_dtype
+from solver_plugins.proxprop.capture import Tally, working_dtype
 from solver_plugins.proxprop.rows import Rows
 
 _PROBES: dict[tuple[int, ...], Tensor] = {}
 
 
-def rows_of(layer: torch.nn.Module) -> Rows:
-    """Returns how a layer turns its input into rows.
-
-    Raises:
-        UnsupportedLayerError: If the package cannot read the layer, or its kernel is not simply its weight.
-    """
-    kernel, geometry = read_layer(layer)
-    weight = layer._parameters.get("weight")
-    if weight is None:
-        raise UnsupportedLayerError("its weight is computed (a parametrisation), not a Parameter")
-    if weight.is_complex():
-        raise UnsupportedLayerError("its weight is complex")
-    if kernel is not weight and not _is_transposed(kernel, weight):
-        raise UnsupportedLayerError("its kernel is computed from its weight, so their gradients differ")
-    return Rows(tuple(kernel.shape), geometry)
-
-
-def _is_transposed(kernel: Tensor, weight: Tensor) -> bool:
-    other = weight.t() if weight.dim() == 2 else weight
-    return kernel.shape == other.shape and kernel.stride() == other.stride() and kernel._base is weight
-
-
 @dataclass(eq=False)
-class Unit:
-    """Layers that share a weight; usually one.
+class SharedWeight:
+    """A weight and the layers that share it; usually a single layer.
 
     Attributes:
-        tallies: What each of them heard.
-        weight: The shared weight.
-        biases: Their trainable biases, each once.
-        bias_of: Per tally the index of its bias, or None.
+        tallies: The tallies of the layers.
+        weight: The weight.
+        biases: The trainable biases of the layers, each once.
+        bias_of: The index of each tally's bias, or None.
         transposed: Whether the weight is stored as ``[n1, n2]``.
     """
 
@@ -68,7 +45,7 @@ class Unit:
 
     @property
     def columns(self) -> int:
-        """How many unknowns there are per output: the weight's and one per bias."""
+        """The number of unknowns per output: those of the weight, and one per bias."""
         return self.rows.columns + len(self.biases)
 
     @property
@@ -77,7 +54,7 @@ class Unit:
         return working_dtype(self.weight.dtype)
 
     def weight_gradient(self) -> Tensor:
-        """Returns the gradient in the layout of the kernel: the very tensor, or all of a sharded one."""
+        """Returns the gradient in the layout of the kernel: a view of it, or the whole of a sharded one."""
         grad = _whole(self.weight.grad)
         return grad.t() if self.transposed else grad
 
@@ -104,7 +81,7 @@ class Unit:
             _assign(bias, direction[..., index].reshape(-1))
 
     def probe(self) -> Tensor:
-        """Returns fixed signs ``[g, 1, columns]`` to multiply gradients with; no random numbers are drawn."""
+        """Returns fixed signs ``[g, 1, columns]`` to multiply gradients by; the global random state does not change."""
         key = (self.rows.groups, self.columns)
         if key not in _PROBES:
             generator = torch.Generator().manual_seed(0)
@@ -137,40 +114,34 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
     if hasattr(grad, "full_tensor"):
         from torch.distributed.tensor import distribute_tensor
 
-        # Every process has computed all of it, so none has to send anything.
+        # Every process has computed the whole direction, so nothing is sent.
         value = distribute_tensor(
             value.to(grad.dtype).contiguous(), grad.device_mesh, grad.placements, src_data_rank=None
         )
     grad.copy_(value)
 
 
-def group(tallies: list[Tally]) -> list[Unit]:
-    """Returns the units of layers that run on trainable weights; layers that share a weight are one unit."""
-    units: dict[int, Unit] = {}
+def shared_weights(tallies: list[Tally]) -> list[SharedWeight]:
+    """Returns the trainable weights of layers, each with all layers that share it; gives calls their bias column."""
+    found: dict[int, SharedWeight] = {}
     for tally in tallies:
         weight = tally.weight()
         if not weight.requires_grad:
             continue
-        unit = units.get(id(weight))
-        if unit is None:
+        shared = found.get(id(weight))
+        if shared is None:
             kernel = read_layer(tally.layer)[0]
             own = tally.layer._parameters["weight"]
-            units[id(weight)] = unit = Unit([], weight, [], [], kernel is not own)
+            found[id(weight)] = shared = SharedWeight([], weight, [], [], kernel is not own)
         bias = tally.layer._parameters.get("bias")
         place: int | None = None
         if bias is not None and bias.requires_grad and bias.grad is not None:
-            known = [index for index, one in enumerate(unit.biases) if one is bias]
-            place = known[0] if known else len(unit.biases)
+            known = [index for index, one in enumerate(shared.biases) if one is bias]
+            place = known[0] if known else len(shared.biases)
             if not known:
-                unit.biases.append(bias)
-        unit.tallies.append(tally)
-        unit.bias_of.append(place)
-    return list(units.values())
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call with the column of its bias."""
-
-    record: Record
-    bias: int | None
+                shared.biases.append(bias)
+        shared.tallies.append(tally)
+        shared.bias_of.append(place)
+        for call in tally.kept:
+            call.bias = place
+    return list(found.values())

@@ -1,4 +1,4 @@
-"""The interface of a linear layer read as a matrix ``A`` from ``n1`` input to ``n2`` output features."""
+"""The interface of a linear layer as a matrix ``A`` from ``n1`` input to ``n2`` output features."""
 
 import abc
 import dataclasses
@@ -13,12 +13,12 @@ from solver_plugins.operators.precision import scaled_kernel
 class LinearOperator(abc.ABC):
     """A linear map ``A`` and its exact adjoint, for inputs of one size.
 
-    Operators are made anew in every forward pass from the weights as they are then, hold no state and no
-    ``nn.Module``, and are differentiable in their tensors. A bias is not part of ``A``.
+    Each forward pass makes a new operator from the current weights. An operator holds no state and no ``nn.Module``,
+    and is differentiable in its tensors. The bias is not part of ``A``.
 
     Attributes:
         weight: The layer's weight, in the layer's own layout.
-        diagonal: A scale per output channel (a folded norm): the operator is ``diag(d) A``. None means ones.
+        diagonal: A scale per output feature (a folded norm): the operator is ``diag(d) A``. None means ones.
     """
 
     weight: Tensor
@@ -27,19 +27,29 @@ class LinearOperator(abc.ABC):
     @property
     @abc.abstractmethod
     def in_features(self) -> int:
-        """``n1``: how many input features (for a convolution: channels) can be sampled."""
+        """``n1``: the number of input features (for a convolution: channels)."""
 
     @property
     @abc.abstractmethod
     def out_features(self) -> int:
-        """``n2``: how many output features (for a convolution: channels) there are."""
+        """``n2``: the number of output features (for a convolution: channels)."""
+
+    @property
+    @abc.abstractmethod
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one ``u`` without batch dimensions: ``n1``, and space for a convolution."""
+
+    @property
+    @abc.abstractmethod
+    def output_shape(self) -> tuple[int, ...]:
+        """The shape of one ``A u`` without batch dimensions: ``n2``, and space for a convolution."""
 
     @property
     @abc.abstractmethod
     def problem_dims(self) -> tuple[int, ...]:
-        """The (negative) dimensions that make up one problem: features, and space for a convolution.
+        """The (negative) dimensions of one problem: features, and space for a convolution.
 
-        All others are batch dimensions: problems that are independent of each other.
+        All others are batch dimensions, whose problems are independent of each other.
         """
 
     @property
@@ -57,9 +67,9 @@ class LinearOperator(abc.ABC):
 
     @abc.abstractmethod
     def column_norms_sq(self) -> Tensor:
-        """Returns ``|a_i|^2`` per input feature, shape ``(n1,)``, an upper bound for each input size.
+        """Returns ``|a_i|^2`` per input feature, shape ``(n1,)``.
 
-        For a convolution ``a_i`` is the whole input channel, and the number is ``lambda_max(A_i A_i^T)``.
+        For a convolution ``a_i`` is a whole input channel, and the number bounds ``lambda_max(A_i A_i^T)``.
         """
 
     def gram(self, x: Tensor) -> Tensor:
@@ -68,9 +78,9 @@ class LinearOperator(abc.ABC):
 
     @abc.abstractmethod
     def weight_gradient(self, u: Tensor, grad: Tensor) -> Tensor:
-        """Returns the gradient of ``<A u, grad>`` by the weight, of an operator without a diagonal.
+        """Returns the gradient of ``<A u, grad>`` by the weight; only for operators without a diagonal.
 
-        All batch dimensions are summed over, in one product; the result has the dtype of the factors.
+        One product sums over all batch dimensions; the result has the dtype of the factors.
         """
 
     def folded(self) -> "LinearOperator":
@@ -81,9 +91,9 @@ class LinearOperator(abc.ABC):
         return dataclasses.replace(self, weight=weight, diagonal=None)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
-        """Returns the inner product of each problem, kept as dimensions of size one."""
+        """Returns the inner product of each problem; its dimensions are kept with size one."""
         return (a * b).sum(self.problem_dims, keepdim=True)
 
     def per_feature(self, values: Tensor) -> Tensor:
-        """Views a vector with one number per feature so that it broadcasts along :attr:`feature_dim`."""
+        """Returns a vector of one number per feature in a shape that broadcasts along :attr:`feature_dim`."""
         return values.reshape(values.shape + (1,) * (len(self.problem_dims) - 1))
