@@ -1,8 +1,11 @@
 """A solver behind a sum in every mode that a model is run in: copied, in threads, compiled, frozen, broken off."""
 
 import copy
+import gc
 import pickle
 import threading
+import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -44,6 +47,14 @@ def residual_by_function(net, x):
     for name in "ab":
         x = net.activate(name, torch.add(x, net.branch(name, x)))
     return x
+
+
+def early_exit(net, x):
+    """The first layer is computed, and not used while the flag is set."""
+    y = net.branch("a", x)
+    if not net.flag:
+        x = net.activate("a", y + x)
+    return net.activate("b", net.branch("b", x) + x)
 
 
 BODIES = pytest.mark.parametrize("body", [residual, residual_in_place, residual_into_skip, residual_by_function])
@@ -120,6 +131,19 @@ def test_compiled_whole(body, kind, shared, training):
         assert_same(results(compiled, made, x), results(reference(plain, made), plain, x))
 
 
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_compiled_without_the_first_activation(kind):
+    """The compiled graph of an early exit."""
+    torch.compiler.reset()
+    plain, made, x = twins(early_exit, kind)
+    plain.eval(), made.eval()
+    compiled = torch.compile(made, backend="eager", fullgraph=True)
+    for flag in (False, True, False):
+        made.flag = flag
+        expected = block(plain, made, "b", x, lambda y: y + x) if flag else reference(plain, made)(x)
+        assert_same(compiled(x), expected)
+
+
 @pytest.mark.slow
 @KIND
 @SHARED
@@ -170,6 +194,23 @@ def test_a_pass_after_one_that_was_broken_off(kind, shared, place):
     handle.remove()
     made.train()
     assert_same(results(made, made, x), results(reference(plain, made), plain, x))
+
+
+@KIND
+@SHARED
+@pytest.mark.parametrize("way", ["whole", "early exit", "broken off"])
+def test_nothing_of_a_pass_outlives_it(way, kind, shared):
+    """What a layer hands on belongs to its data, and is gone when that is."""
+    _, made, x = twins(early_exit, kind, shared=shared)
+    made.flag = way == "early exit"
+    if way == "broken off":
+        (made.act if shared else made.act_a).register_forward_pre_hook(lambda *rest: 1 / 0)
+    given = weakref.ref(x)
+    with suppress(ZeroDivisionError):
+        made(x)
+    del x
+    gc.collect()
+    assert given() is None, "the input of a layer is still held"
 
 
 @KIND
