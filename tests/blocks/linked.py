@@ -159,10 +159,11 @@ def results(run: Callable[[Tensor], Tensor], module: nn.Module, x: Tensor) -> di
     output = run(x)
     cotangent = torch.linspace(-1, 2, output.numel(), dtype=output.dtype).reshape(output.shape)
     (output * cotangent).sum().backward()
-    found = {"output": output.detach(), "input": x.grad}
-    found |= {f"{name}.grad": parameter.grad for name, parameter in module.named_parameters()}
+    found = {"output": output.detach(), "input": torch.zeros_like(x) if x.grad is None else x.grad}
+    for name, parameter in module.named_parameters():
+        found[f"{name}.grad"] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     found |= {name: buffer.clone() for name, buffer in module.state_dict().items() if "running" in name}
-    return {name: torch.zeros(()) if value is None else value for name, value in found.items()}
+    return found
 
 
 def assert_same(found: Any, expected: Any, rtol: float = 1e-9) -> None:

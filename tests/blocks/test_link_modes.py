@@ -1,8 +1,16 @@
 """A solver behind a sum in every mode that a model is run in: copied, in threads, compiled, frozen, broken off."""
 
 import copy
+<<<<<<< HEAD
 import pickle
 import threading
+=======
+import gc
+import pickle
+import threading
+import weakref
+from contextlib import suppress
+>>>>>>> silent
 
 import pytest
 import torch
@@ -46,6 +54,17 @@ def residual_by_function(net, x):
     return x
 
 
+<<<<<<< HEAD
+=======
+def early_exit(net, x):
+    """The first layer is computed, and not used while the flag is set."""
+    y = net.branch("a", x)
+    if not net.flag:
+        x = net.activate("a", y + x)
+    return net.activate("b", net.branch("b", x) + x)
+
+
+>>>>>>> silent
 BODIES = pytest.mark.parametrize("body", [residual, residual_in_place, residual_into_skip, residual_by_function])
 
 
@@ -104,9 +123,13 @@ def test_autocast(body, kind, shared):
 @pytest.mark.parametrize(
     ("body", "kind", "shared", "training"),
     [
+<<<<<<< HEAD
         (residual, "conv", True, True),
         (residual_in_place, "linear", True, True),
         (residual_in_place, "conv", False, False),
+=======
+        (residual_in_place, "conv", True, True),
+>>>>>>> silent
         (residual_into_skip, "linear", True, False),
         (residual_by_function, "linear", False, True),
     ],
@@ -120,6 +143,21 @@ def test_compiled_whole(body, kind, shared, training):
         assert_same(results(compiled, made, x), results(reference(plain, made), plain, x))
 
 
+<<<<<<< HEAD
+=======
+def test_compiled_without_the_first_activation():
+    """The compiled graph of an early exit."""
+    torch.compiler.reset()
+    plain, made, x = twins(early_exit, "linear")
+    plain.eval(), made.eval()
+    compiled = torch.compile(made, backend="eager", fullgraph=True)
+    for flag in (False, True, False):
+        made.flag = flag
+        expected = block(plain, made, "b", x, lambda y: y + x) if flag else reference(plain, made)(x)
+        assert_same(compiled(x), expected)
+
+
+>>>>>>> silent
 @pytest.mark.slow
 @KIND
 @SHARED
@@ -174,6 +212,26 @@ def test_a_pass_after_one_that_was_broken_off(kind, shared, place):
 
 @KIND
 @SHARED
+<<<<<<< HEAD
+=======
+@pytest.mark.parametrize("way", ["whole", "early exit", "broken off"])
+def test_nothing_of_a_pass_outlives_it(way, kind, shared):
+    """What a layer hands on belongs to its data, and is gone when that is."""
+    _, made, x = twins(early_exit, kind, shared=shared)
+    made.flag = way == "early exit"
+    if way == "broken off":
+        (made.act if shared else made.act_a).register_forward_pre_hook(lambda *rest: 1 / 0)
+    given = weakref.ref(x)
+    with suppress(ZeroDivisionError):
+        made(x)
+    del x
+    gc.collect()
+    assert given() is None, "the input of a layer is still held"
+
+
+@KIND
+@SHARED
+>>>>>>> silent
 def test_a_pass_within_a_pass(kind, shared):
     """Between a layer and its sum the model runs itself (a teacher, a recursion)."""
 
