@@ -31,6 +31,7 @@ Role = Literal["norm", "norm-activation", "activation"]
 SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "iadd"})
 SAME_NUMBERS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", "alias", "positive"}
+    | {"view_as"}
 )
 LINEAR = frozenset(
     {"linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum"}
@@ -176,7 +177,10 @@ class Carry(TorchFunctionMode):
         if not marks or getattr(func, "__name__", "") in LINEAR:
             return result
         name = getattr(func, "__name__", "")
-        kept = _keeps_numbers(name, args, kwargs)
+        kept = _keeps_numbers(name, args, kwargs) and result.shape == args[0].shape
+        if kept:
+            # Of other tensors (x.type_as(y)) only the dtype and the shape are looked at.
+            marks = list(marks_of(args[0]))
         # The same layer twice in one sum: which of its calls the solver belongs to is not known.
         summed = name in SUMS and kwargs.get("alpha", 1) == 1 and len({id(one.link) for one in marks}) == len(marks)
         results = result if isinstance(result, (tuple, list)) else (result,)
@@ -204,10 +208,10 @@ def _marks_among(values: Iterable[Any]) -> list[Handed]:
 
 def _keeps_numbers(name: str, args: Any, kwargs: Any) -> bool:
     """Whether an operation returns the numbers that it was given."""
-    if name in ("dropout", "dropout_"):
+    if name in ("dropout", "dropout_") and args:
         p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
         return p == 0 or not (args[2] if len(args) > 2 else kwargs.get("training", True))
-    return name in SAME_NUMBERS
+    return name in SAME_NUMBERS and len(args) > 0 and isinstance(args[0], Tensor)
 
 
 class Scope(Shell):

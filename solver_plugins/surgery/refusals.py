@@ -11,11 +11,9 @@ from solver_plugins.wrappers import wrapper_of
 def refuse_wrapped(model: nn.Module) -> None:
     """Raises ConversionError for a model in which a solver would never run, or that has one already."""
     converted = blocks_of(model)
-    if converted:
-        raise ConversionError(
-            f"{next(iter(converted)) or 'The model'} is converted already; call revert_model(model) first."
-        )
     for name, module in model.named_modules():
+        if name in converted:
+            raise ConversionError(f"{name or 'The model'} is converted already; call revert_model(model) first.")
         wrapper = wrapper_of(module)
         if wrapper is not None:
             raise ConversionError(wrapper.refusal("convert", name))

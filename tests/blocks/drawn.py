@@ -261,6 +261,8 @@ class Reference:
                 values[op.cell] = self._layer(op.index, values[op.other].tensor, inside)
             elif op.kind == "adapter":
                 values[op.cell] = Value(value.tensor + adapted(values[op.other].tensor), value.calls)
+                # Sums before a folded norm are followed where an adapter wraps the layer, or hooks into it.
+                self.refusable |= self._pattern(op.index) == "linear-norm-act"
             elif op.kind == "norm":
                 values[op.cell] = self._norm(op.index, value, inside)
             elif op.kind == "add":

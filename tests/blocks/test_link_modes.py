@@ -1,16 +1,11 @@
 """A solver behind a sum in every mode that a model is run in: copied, in threads, compiled, frozen, broken off."""
 
 import copy
-<<<<<<< HEAD
-import pickle
-import threading
-=======
 import gc
 import pickle
 import threading
 import weakref
 from contextlib import suppress
->>>>>>> silent
 
 import pytest
 import torch
@@ -54,8 +49,6 @@ def residual_by_function(net, x):
     return x
 
 
-<<<<<<< HEAD
-=======
 def early_exit(net, x):
     """The first layer is computed, and not used while the flag is set."""
     y = net.branch("a", x)
@@ -64,7 +57,6 @@ def early_exit(net, x):
     return net.activate("b", net.branch("b", x) + x)
 
 
->>>>>>> silent
 BODIES = pytest.mark.parametrize("body", [residual, residual_in_place, residual_into_skip, residual_by_function])
 
 
@@ -123,13 +115,7 @@ def test_autocast(body, kind, shared):
 @pytest.mark.parametrize(
     ("body", "kind", "shared", "training"),
     [
-<<<<<<< HEAD
-        (residual, "conv", True, True),
-        (residual_in_place, "linear", True, True),
-        (residual_in_place, "conv", False, False),
-=======
         (residual_in_place, "conv", True, True),
->>>>>>> silent
         (residual_into_skip, "linear", True, False),
         (residual_by_function, "linear", False, True),
     ],
@@ -143,8 +129,6 @@ def test_compiled_whole(body, kind, shared, training):
         assert_same(results(compiled, made, x), results(reference(plain, made), plain, x))
 
 
-<<<<<<< HEAD
-=======
 def test_compiled_without_the_first_activation():
     """The compiled graph of an early exit."""
     torch.compiler.reset()
@@ -157,7 +141,6 @@ def test_compiled_without_the_first_activation():
         assert_same(compiled(x), expected)
 
 
->>>>>>> silent
 @pytest.mark.slow
 @KIND
 @SHARED
@@ -212,8 +195,6 @@ def test_a_pass_after_one_that_was_broken_off(kind, shared, place):
 
 @KIND
 @SHARED
-<<<<<<< HEAD
-=======
 @pytest.mark.parametrize("way", ["whole", "early exit", "broken off"])
 def test_nothing_of_a_pass_outlives_it(way, kind, shared):
     """What a layer hands on belongs to its data, and is gone when that is."""
@@ -231,7 +212,6 @@ def test_nothing_of_a_pass_outlives_it(way, kind, shared):
 
 @KIND
 @SHARED
->>>>>>> silent
 def test_a_pass_within_a_pass(kind, shared):
     """Between a layer and its sum the model runs itself (a teacher, a recursion)."""
 
