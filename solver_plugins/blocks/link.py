@@ -181,8 +181,11 @@ class Carry(TorchFunctionMode):
         if kept:
             # Of other tensors (x.type_as(y)) only the dtype and the shape are looked at.
             marks = list(marks_of(args[0]))
-        # The same layer twice in one sum: which of its calls the solver belongs to is not known.
-        summed = name in SUMS and kwargs.get("alpha", 1) == 1 and len({id(one.link) for one in marks}) == len(marks)
+        summed = name in SUMS and kwargs.get("alpha", 1) == 1
+        if summed:
+            # What a layer has just computed stays that, whatever is added to it, its own earlier output included.
+            whole = [one for one in marks if not one.broken]
+            marks = whole + [one for one in marks if one.broken and all(one.link is not other.link for other in whole)]
         results = result if isinstance(result, (tuple, list)) else (result,)
         # An operation in place changes its first argument, whatever becomes of its result.
         if name.endswith("_") and not name.endswith("__") and args:
@@ -190,7 +193,9 @@ class Carry(TorchFunctionMode):
         for one in results:
             if isinstance(one, Tensor):
                 for handed in marks:
-                    carried = (kept or summed) and isinstance(handed.link, Link)
+                    # The same layer twice in one sum: which of its calls the solver belongs to is not known.
+                    once = sum(other.link is handed.link for other in marks) == 1
+                    carried = (kept or summed) and once and isinstance(handed.link, Link)
                     put(one, handed if carried else Handed(handed.link, broken=handed.broken or name))
         return result
 
