@@ -6,30 +6,41 @@ from torch.optim import Optimizer
 
 from solver_plugins.dropblock import ClassifierDropout, StructuredDropoutRegularizer
 from solver_plugins.proxprop import ProxProp
-from solver_plugins.train.config import FinetuneConfig, ProxPropSection, RegularizerSection
+from solver_plugins.train.config import ProxPropSection, RegularizerSection
 from solver_plugins.train.data import Batch
 
 
 class Additions:
-    """Puts them on a model and its optimiser; neither Parameters nor state dicts change, so that exports are plain.
+    """Implicit weight steps and a regulariser, put on a model and its optimiser by :meth:`attach`.
+
+    Neither Parameters nor state dicts change, so that exports are plain.
 
     Args:
-        config: Of the run.
-        model: The model inside of all wrappers; after sharding, which replaces Parameters.
-        optimizer: Its optimiser, prepared or not.
-
-    Raises:
-        SolverPluginsError: Of some kind, if they do not fit the model.
+        proxprop: The implicit steps; None for plain ones.
+        regularizer: Structured dropout before the classifier; None for none.
     """
 
-    def __init__(self, config: FinetuneConfig, model: nn.Module, optimizer: Optimizer):
+    def __init__(self, proxprop: ProxPropSection | None = None, regularizer: RegularizerSection | None = None):
+        self.sections = (proxprop, regularizer)
         self.regularizer: StructuredDropoutRegularizer | None = None
         self.dropout: ClassifierDropout | None = None
         self.proxprop: ProxProp | None = None
-        if config.regularizer is not None:
-            self._regularize(config.regularizer, model)
-        if config.proxprop is not None:
-            self._precondition(config.proxprop, model, optimizer)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Puts them on a model and its optimiser, prepared or not.
+
+        Args:
+            model: The model inside of all wrappers; after sharding, which replaces Parameters.
+            optimizer: Its optimiser.
+
+        Raises:
+            SolverPluginsError: Of some kind, if they do not fit the model.
+        """
+        proxprop, regularizer = self.sections
+        if regularizer is not None:
+            self._regularize(regularizer, model)
+        if proxprop is not None:
+            self._precondition(proxprop, model, optimizer)
 
     def _regularize(self, section: RegularizerSection, model: nn.Module) -> None:
         options = (section.scheme, section.theta, section.block_size)

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,26 +178,36 @@ class Examples(Dataset[dict[str, Any]]):
 
 
 class Order(Sampler[Any]):
-    """The order of one epoch: a permutation by seed and epoch, as many examples as make whole steps.
+    """The order of one epoch: a permutation that depends on the seed and the epoch alone.
+
+    Args:
+        count: How many examples there are.
+        batch_size: Examples of one optimiser step.
+        seed: The run's seed.
+        rest: Whether examples that do not fill a step make a smaller one; by default an epoch leaves them out.
 
     Attributes:
+        steps: How many steps an epoch has.
         epoch: Which one comes next.
         skip: How many examples of it are done already.
     """
 
-    def __init__(self, count: int, batch_size: int, seed: int):
-        self.count, self.seed = count, seed
-        self.steps = count // batch_size
-        self.used = self.steps * batch_size
+    def __init__(self, count: int, batch_size: int, seed: int, rest: bool = False):
+        self.count, self.batch_size, self.seed = count, batch_size, seed
+        self.used = count if rest else count // batch_size * batch_size
+        self.steps = -(-self.used // batch_size)
         self.epoch = self.skip = 0
+
+    def numbers(self, epoch: int) -> Tensor:
+        """Returns the numbers of the examples of an epoch, in their order."""
+        generator = torch.Generator().manual_seed(seed_for(self.seed, "order", epoch))
+        return torch.randperm(self.count, generator=generator)[: self.used]
 
     def __len__(self) -> int:
         return self.used - self.skip
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        generator = torch.Generator().manual_seed(seed_for(self.seed, "order", self.epoch))
-        numbers = torch.randperm(self.count, generator=generator).tolist()
-        return iter([(self.epoch, number) for number in numbers[self.skip : self.used]])
+        return iter([(self.epoch, number) for number in self.numbers(self.epoch)[self.skip :].tolist()])
 
 
 class InOrder(Sampler[Any]):
@@ -221,13 +231,42 @@ class Loaders:
         train: Batches of one process and pass.
         order: Of the training examples.
         eval: Batches of one process.
-        examples: The evaluation examples.
     """
 
     train: DataLoader[Any]
     order: Order
     eval: DataLoader[Any]
-    examples: Examples
+
+
+def example_of(loader: Any) -> Batch:
+    """Returns a batch of the first two examples of a loader, for a pass that is only recorded or looked at."""
+    examples = loader.dataset
+    made: Batch = loader.collate_fn([examples[(0, 0)], examples[(0, 1 % len(examples))]])
+    return made
+
+
+@dataclass(frozen=True)
+class LoadedBatches:
+    """The training batches of a run, epoch by epoch; see :class:`~solver_plugins.train.loop.Batches`.
+
+    Attributes:
+        loader: Of one process and pass, prepared.
+        order: Of its examples.
+    """
+
+    loader: Any
+    order: Order
+
+    @property
+    def steps(self) -> int:
+        """How many optimiser steps an epoch has."""
+        return self.order.steps
+
+    def start(self, epoch: int, step: int) -> Iterable[Batch]:
+        """Returns the batches of an epoch that are left after this many steps of it."""
+        self.order.epoch, self.order.skip = epoch, step * self.order.batch_size
+        batches: Iterable[Batch] = self.loader if step < self.steps else ()
+        return batches
 
 
 def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: int) -> Loaders:
@@ -265,7 +304,6 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
         loader(train, order, config.batch_size // parts),
         order,
         loader(evaluation, InOrder(len(evaluation)), max(1, config.batch_size // processes)),
-        evaluation,
     )
 
 
@@ -277,10 +315,3 @@ def _preparation(config: FinetuneConfig, splits: Splits, model: Any) -> tuple[An
     from solver_plugins.train.preparation import image_preparation
 
     return image_preparation(config, model)
-
-
-def arguments_of(batch: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Returns positional and keyword arguments of the model's forward for a batch."""
-    if "image" in batch:
-        return (batch["image"].to(dtype),), {}
-    return (), {key: value for key, value in batch.items() if key != "labels"}

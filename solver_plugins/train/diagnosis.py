@@ -4,15 +4,16 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import solver_report
-from solver_plugins.train.data import arguments_of
+from solver_plugins.train.classification import arguments_of
+from solver_plugins.train.data import Batch, example_of
 from solver_plugins.train.randomness import seeded
 
 
-def _inputs(batch: dict[str, Tensor], dtype: torch.dtype) -> Any:
+def _inputs(batch: Batch, dtype: torch.dtype) -> Any:
     args, keywords = arguments_of(batch, dtype)
     return args or keywords
 
@@ -21,9 +22,8 @@ def block_rows(
     model: nn.Module, loader: Any, dtype: torch.dtype, place: tuple[int | str, ...]
 ) -> dict[str, dict[str, float | None]]:
     """Returns ``L`` and the residual of each block's last iterate, on the first example of a split."""
-    examples = [loader.dataset[(0, 0)], loader.dataset[(0, 1 % len(loader.dataset))]]
     device = next(model.parameters()).device
-    batch = {key: value.to(device) for key, value in loader.collate_fn(examples).items()}
+    batch = {key: value.to(device) for key, value in example_of(loader).items()}
     training = model.training
     with seeded(*place, "blocks", devices=True):
         try:
@@ -39,7 +39,7 @@ def _number(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def worst_block(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> str:
+def worst_block(model: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
     """Returns a sentence about the block with the worst residual on a batch, or why none can be told."""
     try:
         found = solver_report(model, _inputs(batch, dtype)).blocks

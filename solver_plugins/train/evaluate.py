@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
 from solver_plugins.blocks.layer import LayerBlock
-from solver_plugins.train.data import arguments_of
+from solver_plugins.train.classification import logits_of
 from solver_plugins.train.errors import DataError
+from solver_plugins.train.launch import Alone
 from solver_plugins.train.randomness import seeded
 
 
@@ -44,18 +45,9 @@ def samples_in_evaluation(model: nn.Module) -> bool:
     )
 
 
-def logits_of(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Runs a model of timm or transformers on a batch."""
-    args, keywords = arguments_of(batch, dtype)
-    result: Any = model(*args, **keywords)
-    logits: Tensor = getattr(result, "logits", result)
-    # A loss needs more precision than autocast leaves.
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator,
+    accelerator: Accelerator | Alone,
     model: nn.Module,
     loader: Any,
     dtype: torch.dtype,
@@ -65,12 +57,12 @@ def evaluate(
     """Evaluates a model; random numbers and its mode are as before.
 
     Args:
-        accelerator: Of the run.
+        accelerator: Of the run, or the process by itself.
         model: The model, prepared or not.
-        loader: Prepared batches.
+        loader: Batches of the split, prepared, with the split as their ``dataset``.
         dtype: Of the inputs.
         place: Where in the run this is, for the random numbers of a model that samples.
-        trials: How often such a model is evaluated; another one is evaluated once.
+        trials: How often a model that samples in evaluation is evaluated; any other is evaluated once.
     """
     count = len(loader.dataset)
     trials = trials if samples_in_evaluation(model) else 1
@@ -95,7 +87,7 @@ def evaluate(
 
 
 def _pass(
-    accelerator: Accelerator, model: nn.Module, loader: Any, dtype: torch.dtype, count: int, bar: Any
+    accelerator: Accelerator | Alone, model: nn.Module, loader: Any, dtype: torch.dtype, count: int, bar: Any
 ) -> tuple[int, float]:
     right, seen, losses = 0, 0, []
     for batch in loader:

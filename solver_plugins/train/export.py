@@ -3,7 +3,7 @@
 import copy
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -12,11 +12,8 @@ from solver_plugins.integrations import save
 from solver_plugins.integrations.folder import new_folder
 from solver_plugins.integrations.heads import head_of
 from solver_plugins.train.config import FinetuneConfig
+from solver_plugins.train.launch import is_sharded
 from solver_plugins.train.models import has_blocks
-from solver_plugins.train.processes import is_sharded
-
-if TYPE_CHECKING:
-    from solver_plugins.train.loop import Loop
 
 
 def skeleton_of(model: nn.Module, accelerator: Accelerator) -> nn.Module | None:
@@ -25,20 +22,25 @@ def skeleton_of(model: nn.Module, accelerator: Accelerator) -> nn.Module | None:
 
 
 def export_model(
-    config: FinetuneConfig, accelerator: Accelerator, loop: "Loop", skeleton: nn.Module | None, folder: Path
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, weights: dict[str, Any] | None, folder: Path
 ) -> int:
-    """Saves the model that counts; call it in all processes. Returns its number of parameters.
+    """Saves a trained model; call it in all processes.
+
+    Args:
+        config: Of the run.
+        accelerator: Of the arm.
+        model: The model; where training has shared the weights out, the copy of :func:`skeleton_of`.
+        weights: The whole weights for that copy, which the first process loads; None for those that the model has.
+        folder: Where it goes.
+
+    Returns:
+        The number of its parameters.
 
     Raises:
         SavingError: If it could not be loaded again.
     """
-    if skeleton is not None:
-        weights = accelerator.get_state_dict(loop.model)
-        model = skeleton
-        if accelerator.is_main_process:
-            model.load_state_dict(weights)
-    else:
-        model = loop.inner if loop.ema is None else loop.ema.module
+    if weights is not None and accelerator.is_main_process:
+        model.load_state_dict(weights)
     if accelerator.is_main_process:
         # An export that was interrupted before its result was written down is made anew.
         shutil.rmtree(folder, ignore_errors=True)
@@ -55,11 +57,11 @@ def export_model(
 
 
 def _save_plain(model: nn.Module, config: FinetuneConfig, folder: Path) -> None:
-    """Saves a model without solvers as its host does."""
+    """Saves a model without solvers as its library does."""
     with new_folder(folder, overwrite=True) as made:
         if hasattr(model, "save_pretrained"):
-            host: Any = model
-            host.save_pretrained(made)
+            saves: Any = model
+            saves.save_pretrained(made)
             return
         from timm.models import save_for_hf
 

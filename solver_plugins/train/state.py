@@ -40,22 +40,28 @@ class StepSizes:
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """Where a training stands.
 
     Attributes:
         epoch: The epoch that is under way.
         step_in_epoch: How many optimiser steps of it are done.
         step: How many are done in all.
-        loss: Sum of the training losses of this epoch.
+        loss: Sum of the losses of this epoch so far.
+        last_loss: The loss of the last step; None before the first.
+        epoch_loss: The mean loss of the last epoch that was completed; None before that.
+        seconds: Spent in training, on the clock.
+        cpu_seconds: Spent in training, by all threads of this process.
         rows: What was measured so far, one row per epoch.
-        seconds: Spent in training.
     """
 
     epoch: int = 0
     step_in_epoch: int = 0
     step: int = 0
     loss: float = 0.0
+    last_loss: float | None = None
+    epoch_loss: float | None = None
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, str]:

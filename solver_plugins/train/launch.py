@@ -1,16 +1,70 @@
-"""The processes of a run: an Accelerator that knows all of them, and their end."""
+"""The processes of a run: an Accelerator that knows all of them, and their end; or one process by itself."""
 
+import contextlib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import LaunchError
+
+
+class Alone:
+    """What the training loop asks of an Accelerator, for a process that trains by itself.
+
+    Unlike an Accelerator it never makes a process group, also in a launch of several processes. The cells of a study
+    need this: each process measures its own, and ``calibrate`` and ``ProxProp`` talk wherever there is a group.
+
+    Args:
+        device: Where the model belongs.
+        talks: Whether progress bars are shown.
+    """
+
+    num_processes = 1
+    process_index = 0
+    gradient_accumulation_steps = 1
+    sync_gradients = True
+
+    def __init__(self, device: torch.device | None = None, talks: bool = False):
+        self.device = device or torch.device("cpu")
+        self.is_main_process = self.is_local_main_process = talks
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Moves the model to the device."""
+        return model.to(self.device), optimizer
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        """Returns the model: nothing has wrapped it."""
+        return model
+
+    def accumulate(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Every pass is a step."""
+        return contextlib.nullcontext()
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        """Numbers keep their precision."""
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Computes the gradients."""
+        loss.backward()
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
+        """Scales the gradients down to at most this norm."""
+        return nn.utils.clip_grad_norm_(parameters, most)
+
+    def gather(self, own: Any) -> Any:
+        """Returns what this process has: there is no other."""
+        return own
+
+    gather_for_metrics = gather
 
 
 def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Accelerator:

@@ -1,0 +1,108 @@
+"""Data sets that are tensors already: a split, its batches, and images that are changed at random."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from solver_plugins.train.data import Batch, Order
+from solver_plugins.train.randomness import seed_for
+
+
+@dataclass(frozen=True)
+class Part:
+    """One split: images (N, C, H, W), or whatever else a model takes, and the numbers of their classes."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def channels_last(self) -> "Part":
+        """Returns the split with the channels of a pixel side by side in memory, where convolutions are faster."""
+        return Part(self.images.contiguous(memory_format=torch.channels_last), self.labels)
+
+    def resized(self, size: int | None) -> "Part":
+        """Returns the split with square images of this side; None for as they are."""
+        if size is None:
+            return self
+        images = functional.interpolate(self.images, (size, size), mode="bilinear", antialias=True)
+        return Part(images, self.labels)
+
+    def to(self, device: torch.device) -> "Part":
+        """Returns the split on a device."""
+        return Part(self.images.to(device), self.labels.to(device))
+
+
+class InTurn:
+    """A split in batches, in its own order: what :func:`~solver_plugins.train.evaluate.evaluate` reads.
+
+    Args:
+        part: The split.
+        batch_size: Examples of a batch; the last one may have fewer.
+    """
+
+    def __init__(self, part: Part, batch_size: int):
+        self.dataset, self.batch_size = part, batch_size
+
+    def __len__(self) -> int:
+        return -(-len(self.dataset) // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        part, size = self.dataset, self.batch_size
+        for images, labels in zip(part.images.split(size), part.labels.split(size), strict=True):
+            yield {"image": images, "labels": labels}
+
+
+class Shuffled:
+    """Training batches of a split, in an order of their own for each epoch.
+
+    Order and changes depend on the seed and the place alone, so that all models of a seed see the same images.
+
+    Args:
+        part: The split.
+        batch_size: Examples of a step; at most all of them.
+        seed: Of the order and the changes.
+        rest: Whether what is left of an epoch makes a smaller step of its own.
+        shift: Images are shifted by up to this many pixels, both ways.
+        flip: Whether every other image is mirrored.
+    """
+
+    def __init__(
+        self, part: Part, batch_size: int, seed: int, *, rest: bool = False, shift: int = 0, flip: bool = False
+    ):
+        self.part, self.seed, self.shift, self.flip = part, seed, shift, flip
+        self.order = Order(len(part), min(batch_size, len(part)), seed, rest)
+
+    @property
+    def steps(self) -> int:
+        """How many steps an epoch has."""
+        return self.order.steps
+
+    def start(self, epoch: int, step: int) -> Iterator[Batch]:
+        """Yields the batches of an epoch that are left after this many steps of it."""
+        rows = self.order.numbers(epoch).split(self.order.batch_size)
+        for number in range(step, len(rows)):
+            generator = torch.Generator().manual_seed(seed_for(self.seed, "augmentation", epoch, number))
+            images = changed(self.part.images[rows[number]], self.shift, self.flip, generator)
+            yield {"image": images, "labels": self.part.labels[rows[number]]}
+
+
+def changed(images: Tensor, shift: int, flip: bool, generator: torch.Generator) -> Tensor:
+    """Returns images (N, C, H, W) mirrored and shifted at random; what they lack at the border is reflected.
+
+    The random numbers are the generator's, on the CPU, whatever the device of the images.
+    """
+    count = len(images)
+    if flip:
+        mirrored = (torch.rand(count, generator=generator) < 0.5).to(images.device)
+        images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+    if shift == 0:
+        return images
+    height, width = images.shape[-2:]
+    windows = functional.pad(images, (shift,) * 4, mode="reflect").unfold(2, height, 1).unfold(3, width, 1)
+    down, right = (torch.randint(2 * shift + 1, (count,), generator=generator).to(images.device) for _ in range(2))
+    return windows[torch.arange(count, device=images.device), :, down, right]
