@@ -23,11 +23,22 @@ from solver_plugins.studies import (  # noqa: F401  They register themselves.
     proxprop_convergence,
     proxprop_stability,
 )
-from solver_plugins.studies.base import Cell, Context, Measured, Results, Study, StudyConfig, Table
 from solver_plugins.studies.errors import CellError, OtherProcessError
-from solver_plugins.studies.registry import STUDIES, list_studies, register_study, study_info
-from solver_plugins.studies.run import Outcome, run_study
+from solver_plugins.studies.runner import StudyOutcome, run_study
 from solver_plugins.studies.scales import SCALES, read_study_config
+from solver_plugins.studies.study import (
+    STUDIES,
+    Cell,
+    Context,
+    Measured,
+    Results,
+    Study,
+    StudyConfig,
+    Table,
+    list_studies,
+    register_study,
+    study_info,
+)
 
 __all__ = [
     "SCALES",
@@ -37,10 +48,10 @@ __all__ = [
     "Context",
     "Measured",
     "OtherProcessError",
-    "Outcome",
     "Results",
     "Study",
     "StudyConfig",
+    "StudyOutcome",
     "Table",
     "list_studies",
     "read_study_config",

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from solver_plugins.integrations.models import ModelError
-from solver_plugins.studies.fitting import normalised
-from solver_plugins.studies.images import Images, Part, scaled
+from solver_plugins.studies.images import Images, normalised, scaled
 from solver_plugins.train.config import ModelSection
 from solver_plugins.train.models import build_timm
+from solver_plugins.train.tensors import Part
 
 _FROM_DATA = ("num_classes", "in_chans")
 

@@ -5,35 +5,33 @@ trains every arm with every step size for a few epochs, for one seed, and looks 
 trains with the best step size of the arm and looks at the test split, once.
 """
 
-import os
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic
-import torch
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from solver_plugins.blocks import refresh_steps
 from solver_plugins.config import StrictConfig
-from solver_plugins.errors import OptionError, WeightError
+from solver_plugins.errors import OptionError
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solvers.problem import Formulation
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table, Value
-from solver_plugins.studies.deeplayers_report import Row, draw_table, gains, report, summarise
+from solver_plugins.studies.deeplayers_report import TableRow, draw_table, gains, report, summarise
 from solver_plugins.studies.errors import CellError
-from solver_plugins.studies.fitting import Fitting, fit, normalised
-from solver_plugins.studies.images import ImageData, Images, Part
-from solver_plugins.studies.networks import EVALUATION_BATCH, evaluate
+from solver_plugins.studies.images import ImageConfig, ImageData, ImageStudy, normalised
+from solver_plugins.studies.study import Cell, Context, Results, Table, Value
+from solver_plugins.studies.training import EVALUATION_BATCH, Fitting, fit, scores
 from solver_plugins.surgery import apply_conversion, conversion_of, convert_model, revert_model
-from solver_plugins.train.randomness import seeded
+from solver_plugins.train.evaluate import Scores, samples_in_evaluation
+from solver_plugins.train.loop import Hooks, Loop, refresh_every
+from solver_plugins.train.outputs import whole_file
+from solver_plugins.train.tensors import Part
 
 FIRST, SEARCH, FINAL = "first", "search", "final"
+REFERENCE = "of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and Ranftl, ICLR 2019)"
 
 
 class Search(StrictConfig):
@@ -60,10 +58,10 @@ class SolverOptions(StrictConfig):
         {"step": "exp", "decay": 0.9}, description="Options of sampling solvers; the paper decays exponentially."
     )
 
-    def of(self, solver: str, **sampled: Any) -> dict[str, Any]:
-        """Returns the options of a solver by its name; ``sampled`` are more of them for one that samples."""
+    def of(self, solver: str) -> dict[str, Any]:
+        """Returns the options of a solver by its name."""
         options: dict[str, Any] = {"solver": solver, **self.model_dump(exclude={"sampled"})}
-        return {**options, **self.sampled, **sampled} if samples(solver) else options
+        return {**options, **self.sampled} if samples(solver) else options
 
 
 def samples(solver: str) -> bool:
@@ -71,7 +69,7 @@ def samples(solver: str) -> bool:
     return SOLVERS.get(solver).samples != "nothing"
 
 
-class TableConfig(StudyConfig):
+class TableConfig(ImageConfig):
     """Settings of a table."""
 
     data: ImageData = ImageData(train="train[:90%]", validation="train[90%:]", test="test")
@@ -94,7 +92,7 @@ class TableConfig(StudyConfig):
 C = TypeVar("C", bound=TableConfig)
 
 
-class DeepLayersTable(Study[C]):
+class DeepLayersTable(ImageStudy[C]):
     """A table whose rows are networks (``group``) and whose columns are arms, the first of them without a solver.
 
     Attributes:
@@ -105,9 +103,8 @@ class DeepLayersTable(Study[C]):
 
     tags = ("deeplayers", "images")
     group: ClassVar[str]
-    printed: ClassVar[dict[Value, dict[str, float]]]
+    printed: ClassVar[dict[Value, dict[str, float]]] = {}
     evaluation_batch: ClassVar[int] = EVALUATION_BATCH
-    _images: Images
     _parts: dict[str, Part]
 
     @abstractmethod
@@ -136,7 +133,8 @@ class DeepLayersTable(Study[C]):
         return f"{len(self._images.train)} images of {config.data.name!r}, {config.fitting.epochs} epochs"
 
     def prepare(self) -> None:
-        self._images, self._parts = self.config.data.load(), {}
+        super().prepare()
+        self._parts = {}
         # Made once, so that what does not fit is told before anything is written.
         for group in self.groups():
             for arm in self.arms():
@@ -144,9 +142,9 @@ class DeepLayersTable(Study[C]):
 
     def stages(self) -> list[list[Cell]]:
         config = self.config
-        found = [self._cells(config.seeds, SEARCH, lr=rate) for rate in config.search.rates]
-        search = [] if len(found) == 1 else [cell for cells in found for cell in cells if cell.seed == config.seeds[0]]
-        return [stage for stage in (self._firsts(), search, self._cells(config.seeds, FINAL)) if stage]
+        search = [cell for rate in config.search.rates for cell in self._cells(config.seeds[:1], SEARCH, lr=rate)]
+        stages = (self._firsts(), search if len(config.search.rates) > 1 else [], self._cells(config.seeds, FINAL))
+        return [stage for stage in stages if stage]
 
     def _firsts(self) -> list[Cell]:
         if self.config.first is None:
@@ -192,7 +190,8 @@ class DeepLayersTable(Study[C]):
         if found["diverged"]:
             raise OptionError(f"The network of {cell.name} did not train: its loss is not finite. Lower first.lr.")
         if context.folder is not None:
-            write_weights(model, _weights(context.folder, cell))
+            with whole_file(_weights(context.folder, cell)) as partial:
+                save_file({key: value.contiguous() for key, value in model.state_dict().items()}, partial)
         return {**found, **self._test(cell, model, parts["test"], False)}
 
     def _begin(self, model: nn.Module, first: Cell, context: Context) -> nn.Module:
@@ -244,76 +243,55 @@ class DeepLayersTable(Study[C]):
     ) -> dict[str, Any]:
         curve: list[float] = []
         seconds: list[float] = []
-        start, looked = time.process_time(), 0.0
+
+        def look(loop: Loop) -> None:
+            seconds.append(loop.progress.cpu_seconds)
+            curve.append(self._scores(model, parts["validation"], self.name, cell.seed, "look", len(curve)).accuracy)
+
+        batches = settings.batches(parts["train"], cell.seed)
         solving = cell.arm not in (FIRST, self.arms()[0])
-
-        def look() -> None:
-            nonlocal looked
-            if solving:
-                # Once per epoch, as in the paper.
-                refresh_steps(model)
-            now = time.process_time()
-            seconds.append(now - start - looked)
-            with seeded(self.name, cell.seed, "look", len(curve)):
-                curve.append(self._accuracy(model, parts["validation"]))
-            model.train()
-            looked += time.process_time() - now
-
-        try:
-            done = fit(model, parts["train"], settings, cell.seed, _epochs(settings.epochs, context, look))
-            if done.loss is not None:
-                look()
-            loss = done.loss
-        except WeightError:
-            # The last step of an epoch went too far: weights that are not finite have no step size.
-            loss = None
+        # Step sizes are certified once per epoch, as in the paper.
+        hooks = Hooks((refresh_every(batches.steps),) if solving else (), (look,))
+        done = fit(model, batches, settings.settings(), context, hooks=hooks)
         return {
-            "validation_accuracy": None if loss is None else curve[-1],
-            "diverged": loss is None,
+            "validation_accuracy": None if done.diverged else curve[-1],
+            "diverged": done.diverged,
             # Without what was spent on looking.
             "training_cpu_seconds": seconds[-1] if seconds else None,
             "curves": {"validation_accuracy": curve, "cpu_seconds": seconds},
         }
 
     def _test(self, cell: Cell, model: nn.Module, test: Part, diverged: bool) -> dict[str, Any]:
-        """Looks at the test split: so often as the network is random, and as one that samples in training only."""
-        group, arm = cell[self.group], cell.arm
-        stochastic = arm not in (FIRST, self.arms()[0]) and samples(self.conversion(group, arm)["solver"])
+        """Looks at the test split, several times if the network samples there, and once more without sampling."""
         if diverged:
             return {"accuracy": None, "trial_spread": None, "deterministic_accuracy": None}
-        found = []
-        for trial in range(self.config.trials if stochastic else 1):
-            with seeded(self.name, cell.seed, "trial", trial):
-                found.append(self._accuracy(model, test))
-        values = torch.tensor(found, dtype=torch.float64)
-        deterministic = None
-        if stochastic:
-            deterministic = self._accuracy(_sampling_off(model), test)
+        found = self._scores(model, test, self.name, cell.seed, "trial", trials=self.config.trials)
+        sampling = samples_in_evaluation(model)
         return {
-            "accuracy": float(values.mean()),
-            "trial_spread": float(values.std()) if len(found) > 1 else None,
-            "deterministic_accuracy": deterministic,
+            "accuracy": found.accuracy,
+            "trial_spread": found.accuracy_std if found.trials > 1 else None,
+            "deterministic_accuracy": self._scores(_sampling_off(model), test).accuracy if sampling else None,
         }
 
-    def _accuracy(self, model: nn.Module, part: Part) -> float:
-        return evaluate(model, part, self.evaluation_batch)[1]
+    def _scores(self, model: nn.Module, part: Part, *place: int | str, trials: int = 1) -> Scores:
+        return scores(model, part, *place, size=self.evaluation_batch, trials=trials)
 
     def _best(self, cell: Cell, earlier: Results) -> float:
         rates = self.config.search.rates
         if len(rates) == 1:
             return rates[0]
         found = self._found(earlier, cell[self.group], cell.arm, SEARCH)
-        scores = {float(one.cell["lr"]): one.values["validation_accuracy"] for one in found}
-        known = {rate: score for rate, score in scores.items() if score is not None}
+        reached = {float(one.cell["lr"]): one.values["validation_accuracy"] for one in found}
+        known = {rate: score for rate, score in reached.items() if score is not None}
         if not known:
             raise OptionError(f"{cell.name}: training diverged with all of search.rates={rates}. Add smaller ones.")
         return max(known, key=lambda rate: known[rate])
 
-    def rows(self, results: Results) -> list[Row]:
+    def rows(self, results: Results) -> list[TableRow]:
         """Returns one row for every network and arm."""
         arms = (*((FIRST,) if self._tests_first() else ()), *self.arms())
         return [
-            Row(
+            TableRow(
                 group, self.label(group), arm, self._paper(group, arm),
                 self._found(results, group, arm, FIRST if arm == FIRST else FINAL),
                 self._found(results, group, arm, SEARCH),
@@ -341,13 +319,13 @@ class DeepLayersTable(Study[C]):
 
     def summary(self, results: Results) -> dict[str, Any]:
         rows = self.rows(results)
-        edges = [self.config.search.rates[0], self.config.search.rates[-1]]
+        edges = {self.config.search.rates[0], self.config.search.rates[-1]}
         return {
             **summarise(rows),
             **{f"{row.key}_gain": gain for row, gain in gains(rows, self.arms()[0]).items()},
             # A search that ends at its edge has not found the best.
             "at_the_edge_of_the_search": sorted(
-                {row.key for row in rows if row.arm != FIRST and len(set(edges)) > 1 and set(row.rates) & set(edges)}
+                {row.key for row in rows if row.arm != FIRST and len(edges) > 1 and edges & set(row.rates)}
             ),
         }
 
@@ -363,13 +341,6 @@ def _sampling_off(model: nn.Module) -> nn.Module:
         for block in known.blocks
     )
     return apply_conversion(revert_model(model), known.model_copy(update={"blocks": blocks}))
-
-
-def _epochs(count: int, context: Context, between: Callable[[], None]) -> Iterator[int]:
-    for epoch in context.steps(count):
-        if epoch > 0:
-            between()
-        yield epoch
 
 
 def _weights(folder: Path, cell: Cell) -> Path:
@@ -388,13 +359,3 @@ def read_first(cell: Cell, context: Context) -> dict[str, Tensor]:
             f"{cell.name}.json there, and run the study again."
         )
     return read_weights(_weights(context.folder, cell))
-
-
-def write_weights(model: nn.Module, path: Path) -> None:
-    """Writes the state dict, whole or not at all."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        save_file({key: value.contiguous() for key, value in model.state_dict().items()}, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

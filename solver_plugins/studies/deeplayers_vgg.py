@@ -3,18 +3,17 @@
 from collections import OrderedDict
 from typing import Any, TypeVar
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from solver_plugins.studies.base import Cell, Context, Value
 from solver_plugins.studies.deeplayers import DeepLayersTable, TableConfig, read_first
-from solver_plugins.studies.images import Part
+from solver_plugins.studies.study import Cell, Context, Value
+from solver_plugins.studies.training import collected
+from solver_plugins.train.tensors import Part
 
 DROPOUT = "dropout"
 _LAYERS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and convolutions of VGG16 between two poolings."""
-_BATCH = 200
 
 
 class VGGConfig(TableConfig):
@@ -129,7 +128,8 @@ class VGGTable(DeepLayersTable[C]):
             return parts
         if seed not in self._features:
             # One seed at a time: features may be as large as the images.
-            self._features = {seed: {key: _through(model.body, part) for key, part in parts.items()}}  # type: ignore[arg-type]
+            body: nn.Module = model.body  # type: ignore[assignment]
+            self._features = {seed: {key: Part(collected(body, one, body), one.labels) for key, one in parts.items()}}
         return self._features[seed]
 
     def _trained(self, model: nn.Module) -> nn.Module:
@@ -139,9 +139,3 @@ class VGGTable(DeepLayersTable[C]):
     def targets(self, both: bool) -> dict[str, Any]:
         """Returns which fully connected layers become solvers: the last one, or both, but never the classifier."""
         return {"targets": ["fc1", "fc2"] if both else ["fc2"]}
-
-
-@torch.no_grad()
-def _through(body: nn.Module, part: Part) -> Part:
-    body.eval()
-    return Part(torch.cat([body(images) for images in part.images.split(_BATCH)]), part.labels)

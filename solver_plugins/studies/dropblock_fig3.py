@@ -4,7 +4,7 @@ Theorem 4.1 holds where ``X^T X`` is diagonal. Standard normal inputs, the paper
 """
 
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 import torch
@@ -20,19 +20,21 @@ from solver_plugins.dropblock import (
     omega,
     theta_bar_of,
 )
-from solver_plugins.studies.base import Cell, Context, Results, Study, Table
-from solver_plugins.studies.registry import register_study
-from solver_plugins.studies.shallow import (
+from solver_plugins.studies.dropblock_shallow import (
+    REFERENCE,
     Objective,
     Predict,
     Problem,
     ShallowConfig,
-    agreement,
-    finite_curves,
+    ShallowStudy,
+    check_thetas,
     objective_of,
+    plotted,
     synthetic,
     train,
 )
+from solver_plugins.studies.figures import COLOURS, label, legend, new_figure
+from solver_plugins.studies.study import Cell, Context, Results, Table, register_study, shown
 
 DROPCONNECT, DROPOUT = "dropconnect", "dropout"
 
@@ -50,16 +52,14 @@ class DropConnectConfig(ShallowConfig):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
-        if not all(0 < theta < 1 for theta in self.thetas):
-            raise ValueError("expected every theta, the probability to be kept, in (0, 1)")
+        check_thetas(self.thetas)
         if "white" in self.inputs and self.sizes.samples < self.sizes.inputs:
             raise ValueError("white inputs need at least as many samples as inputs")
         return self
 
 
-class _Comparison(Study[DropConnectConfig]):
-    tags = ("dropblock", "synthetic")
-    Config: ClassVar[Any] = DropConnectConfig
+class _Comparison(ShallowStudy[DropConnectConfig]):
+    Config = DropConnectConfig
 
     def cells(self) -> list[Cell]:
         return [
@@ -78,31 +78,23 @@ class _Comparison(Study[DropConnectConfig]):
         minimum = global_minimum(problem.Y, theta_bar_of(theta, width, 1), 1, problem.X)
         objective, predict = _connect(problem, theta) if cell.arm == DROPCONNECT else _units(problem, theta)
         trained = train(problem, config.descent, objective, predict, context)
-        final = trained.objective[-1]
-        finite = math.isfinite(final)
+        found = trained.values()
+        final = found["final"]
         return {
             "dropout_minimum": minimum.objective,
-            "final": final if finite else None,
-            "over_dropout_minimum": final / minimum.objective if finite else None,
+            "over_dropout_minimum": None if final is None else final / minimum.objective,
             # Of both regularisers with the same weights: one where Theorem 4.1 holds.
             "ratio_at_first": ratio(problem, problem.U, problem.V, theta),
-            "ratio_at_last": ratio(problem, trained.U, trained.V, theta) if finite else None,
-            **(agreement(trained) if finite else {"sampled_over_deterministic": None, "standard_error": None}),
-            "curves": finite_curves(trained),
+            "ratio_at_last": None if final is None else ratio(problem, trained.U, trained.V, theta),
+            **found,
         }
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
         for one in results:
-            found = one.values
-            mean, error = found["sampled_over_deterministic"], found["standard_error"]
-            rows.append((
-                f"{one.cell['inputs']}, {one.cell['theta']:g}, {one.cell.arm}, seed {one.cell.seed}",
-                "diverged" if found["final"] is None else f"{found['final']:.6g}",
-                "-" if found["final"] is None else f"{found['over_dropout_minimum']:.4f}",
-                "-" if found["final"] is None else f"{found['ratio_at_last']:.4f}",
-                "-" if mean is None else f"{mean:.4f} ± {error:.4f}",
-            ))  # fmt: skip
+            name = f"{one.cell['inputs']}, {one.cell['theta']:g}, {one.cell.arm}, seed {one.cell.seed}"
+            final, over, agreed = self._ending(one, "over_dropout_minimum", ".4f")
+            rows.append((name, final, over, shown(one.values["ratio_at_last"], ".4f", "-"), agreed))
         return [
             Table(
                 "DropConnect against dropout",
@@ -124,32 +116,20 @@ class _Comparison(Study[DropConnectConfig]):
         return found
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, legend, nan_for_none, new_figure
-
         columns = [(kind, theta) for kind in self.config.inputs for theta in self.config.thetas]
         figure, axes = new_figure(2, len(columns))
         for column, (kind, theta) in enumerate(columns):
             top, bottom = axes[0][column], axes[1][column]
-            shown = results.of(inputs=kind, theta=theta, seed=self.config.seeds[0])
+            for one in results.of(inputs=kind, theta=theta, seed=self.config.seeds[0]):
+                style = {"color": COLOURS[1], "linestyle": "--", "label": "Dropout"}
+                if one.cell.arm == DROPCONNECT:
+                    top.plot(*plotted(one, "sampled"), color=COLOURS[5], linewidth=1, label="DropConnect, stochastic")
+                    top.plot(*plotted(one, "objective"), color=COLOURS[0], label="DropConnect, deterministic")
+                    style = {"color": COLOURS[0], "linestyle": "-", "label": "DropConnect"}
+                bottom.plot(*plotted(one, "objective"), **style)
+            label(top, title=rf"{kind} inputs, $\theta$ = {theta:g}")
             for panel in (top, bottom):
-                panel.set_xscale("log")
-                panel.set_yscale("log")
-            for one in shown:
-                curves = one.values["curves"]
-                at = [1 + step for step in curves["iteration"]]
-                objective, sampled = nan_for_none(curves["objective"]), nan_for_none(curves["sampled"])
-                connect = one.cell.arm == DROPCONNECT
-                if connect:
-                    top.plot(
-                        at[: len(sampled)], sampled, color=COLOURS[5], linewidth=1, label="DropConnect, stochastic"
-                    )
-                    top.plot(at, objective, color=COLOURS[0], label="DropConnect, deterministic")
-                style = {"color": COLOURS[0] if connect else COLOURS[1], "linestyle": "-" if connect else "--"}
-                bottom.plot(at, objective, label="DropConnect" if connect else "Dropout", **style)
-            top.set_title(rf"{kind} inputs, $\theta$ = {theta:g}", fontsize=11)
-            for panel in (top, bottom):
-                panel.set_xlabel("iteration", fontsize=9)
-                panel.set_ylabel("objective", fontsize=9)
+                label(panel, "iteration", "objective", log="xy")
                 legend(panel)
         return figure
 
@@ -186,15 +166,12 @@ def ratio(problem: Problem, U: Tensor, V: Tensor, theta: float) -> float:
     return float(dropconnect_omega(U, V.mT, X, theta) / omega(U, X @ V, odds))
 
 
-_PAPER = "*On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
-
-
 @register_study
 class DropBlockFig3(_Comparison):
     """DropConnect against dropout, with inputs for which they are the same and inputs for which they are not."""
 
     name = "dropblock-fig3"
-    reference = f"Fig. 3 of {_PAPER}"
+    reference = f"Fig. 3 {REFERENCE}"
 
 
 @register_study
@@ -202,4 +179,4 @@ class DropBlockFig6(_Comparison):
     """Fig. 3 of structured dropout for more retain probabilities."""
 
     name = "dropblock-fig6"
-    reference = f"Fig. 6 (appendix E) of {_PAPER}"
+    reference = f"Fig. 6 (appendix E) {REFERENCE}"

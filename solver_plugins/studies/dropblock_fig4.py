@@ -1,7 +1,6 @@
 """Figure 4 of the structured dropout paper: blocks anywhere against blocks on a grid."""
 
-import math
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 from pydantic import Field
@@ -17,9 +16,17 @@ from solver_plugins.dropblock import (
     theta_bar_of,
 )
 from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.studies.base import Cell, Context, Results, Study, Table
-from solver_plugins.studies.registry import register_study
-from solver_plugins.studies.shallow import ShallowConfig, agreement, finite_curves, objective_with, synthetic, train
+from solver_plugins.studies.dropblock_shallow import (
+    REFERENCE,
+    ShallowConfig,
+    ShallowStudy,
+    objective_with,
+    plotted,
+    synthetic,
+    train,
+)
+from solver_plugins.studies.figures import label, legend, line, new_figure
+from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 
 GRID, MATCHED, PRINTED, UNMATCHED = "grid", "overlapping-matched", "overlapping-printed", "overlapping-unmatched"
 _LABELS = {
@@ -68,15 +75,12 @@ def scheme_of(arm: str, theta: float, r: int, width: int) -> tuple[Scheme, Tenso
 
 
 @register_study
-class DropBlockFig4(Study[OverlapConfig]):
+class DropBlockFig4(ShallowStudy[OverlapConfig]):
     """DropBlock with blocks anywhere against blocks on a grid, and the rule that matches them."""
 
     name = "dropblock-fig4"
-    tags = ("dropblock", "synthetic")
-    reference = (
-        "Fig. 4 of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
-    )
-    Config: ClassVar[Any] = OverlapConfig
+    reference = f"Fig. 4 {REFERENCE}"
+    Config = OverlapConfig
 
     def cells(self) -> list[Cell]:
         return [Cell(arm, seed) for arm in self.config.arms for seed in self.config.seeds]
@@ -91,30 +95,21 @@ class DropBlockFig4(Study[OverlapConfig]):
         def predict(X: Tensor, V: Tensor, U: Tensor) -> Tensor:
             return structured_dropout(X @ V, scheme) @ U.mT
 
-        trained = train(problem, config.descent, objective_with(problem, cbar), predict, context)
-        final = trained.objective[-1]
-        finite = math.isfinite(final)
+        found = train(problem, config.descent, objective_with(problem, cbar), predict, context).values()
         return {
             "kept": scheme.mean,
             "grid_minimum": minimum.objective,
-            "final": final if finite else None,
-            "over_grid_minimum": final / minimum.objective if finite else None,
-            **(agreement(trained) if finite else {"sampled_over_deterministic": None, "standard_error": None}),
-            "curves": finite_curves(trained),
+            "over_grid_minimum": None if found["final"] is None else found["final"] / minimum.objective,
+            **found,
         }
 
     def tables(self, results: Results) -> list[Table]:
-        config, rows = self.config, []
-        for one in results:
-            found = one.values
-            mean, error = found["sampled_over_deterministic"], found["standard_error"]
-            rows.append((
-                f"{_LABELS[one.cell.arm]}, seed {one.cell.seed}",
-                f"{found['kept']:.4g}",
-                "diverged" if found["final"] is None else f"{found['final']:.6g}",
-                "-" if found["final"] is None else f"{found['over_grid_minimum']:.4f}",
-                "-" if mean is None else f"{mean:.4f} ± {error:.4f}",
-            ))  # fmt: skip
+        config = self.config
+        rows = [
+            (f"{_LABELS[one.cell.arm]}, seed {one.cell.seed}", f"{one.values['kept']:.4g}",
+             *self._ending(one, "over_grid_minimum", ".4f"))
+            for one in results
+        ]  # fmt: skip
         return [
             Table(
                 f"Blocks of {config.block_size}, theta {config.theta:g}, {config.descent.iterations} steps",
@@ -126,29 +121,18 @@ class DropBlockFig4(Study[OverlapConfig]):
         ]
 
     def summary(self, results: Results) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for arm in self.config.arms:
-            finals = [one for one in results.of(arm=arm).each("over_grid_minimum") if one is not None]
-            found[f"{arm}_over_grid_minimum"] = sum(finals) / len(finals) if finals else None
-        return found
+        key = "over_grid_minimum"
+        return {f"{arm}_{key}": results.of(arm=arm).mean(key) for arm in self.config.arms}
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, nan_for_none, new_figure
-
         figure, axes = new_figure(1, 1, width=8.0, height=4.0)
         panel = axes[0][0]
-        panel.set_xscale("log")
-        panel.set_yscale("log")
         for index, arm in enumerate(self.config.arms):
             for one in results.of(arm=arm, seed=self.config.seeds[0]):
-                curves = one.values["curves"]
-                at = [1 + step for step in curves["iteration"]]
-                style = {"color": COLOURS[index], "linestyle": STYLES[index]}
-                panel.plot(at[: len(curves["sampled"])], nan_for_none(curves["sampled"]), alpha=0.3, **style)
-                panel.plot(at, nan_for_none(curves["objective"]), label=_LABELS[arm], **style)
-                minimum = one.values["grid_minimum"]
+                panel.plot(*plotted(one, "sampled"), **line(index, alpha=0.3))
+                panel.plot(*plotted(one, "objective"), **line(index, label=_LABELS[arm]))
+        minimum = results.of(seed=self.config.seeds[0])[-1].values["grid_minimum"]
         panel.axhline(minimum, color="#444444", linestyle=":", label="the grid's global minimum")
-        panel.set_xlabel("iteration (pale: sampled)", fontsize=9)
-        panel.set_ylabel("objective", fontsize=9)
+        label(panel, "iteration (pale: sampled)", "objective", log="xy")
         legend(panel, outside=True)
         return figure

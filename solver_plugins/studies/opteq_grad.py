@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 import torch
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import EQUILIBRIUM_SOLVERS, DeepOptEq, OptEqLayer
 from solver_plugins.errors import NotConvergedWarning
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.fitting import mean
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.figures import label, legend, line, name_each, new_figure
+from solver_plugins.studies.opteq_network import REFERENCE
+from solver_plugins.studies.study import Cell, Context, Results, Study, StudyConfig, Table, mean, register_study
 
 MODES = {
     "unrolled, plain": {"solver": "fixed_point", "grad": "unrolled"},
@@ -31,7 +31,7 @@ MODES = {
 """Forward solver and gradient; the implicit backward is conjugate gradients for one layer, Anderson for more."""
 
 
-class Map(StrictConfig):
+class DrawnMap(StrictConfig):
     """An equilibrium with weights that are drawn, not trained."""
 
     kind: Literal["linear", "conv"] = Field("linear", description="Vectors, or feature maps with 3x3 convolutions.")
@@ -55,7 +55,7 @@ class Map(StrictConfig):
 class GradConfig(StudyConfig):
     """Settings of the comparison."""
 
-    maps: list[Map] = Field([Map(), Map(layers=3)], min_length=1, description="The equilibria.")
+    maps: list[DrawnMap] = Field([DrawnMap(), DrawnMap(layers=3)], min_length=1, description="The equilibria.")
     alpha: float = Field(0.8, gt=0, le=1, description="Step of the layers.")
     norm: float = Field(0.9, gt=0, lt=1, description="The certified bound on |W| of Gaussian weights.")
     iterations: list[int] = Field([1, 2, 5, 10, 20, 50], min_length=1, description="K, at most so many evaluations.")
@@ -75,11 +75,8 @@ class OptEqGrad(Study[GradConfig]):
 
     name = "opteq-grad"
     tags = ("opteq", "synthetic")
-    reference = (
-        "Discussion 1 and appendix B of *Optimization Induced Equilibrium Networks* (Xie et al., 2021), which have no "
-        "numbers"
-    )
-    Config: ClassVar[Any] = GradConfig
+    reference = f"Discussion 1 and appendix B {REFERENCE}, which have no numbers"
+    Config = GradConfig
 
     def cells(self) -> list[Cell]:
         # All modes of a map are one cell: they take turns, so that a slow moment hits all of them.
@@ -121,7 +118,7 @@ class OptEqGrad(Study[GradConfig]):
             }
         }
 
-    def _make(self, wanted: Map) -> DeepOptEq:
+    def _make(self, wanted: DrawnMap) -> DeepOptEq:
         make = OptEqLayer.linear if wanted.kind == "linear" else OptEqLayer.conv2d
         layers = [
             make(wanted.width, wanted.width, constraint="none", norm=self.config.norm) for _ in range(wanted.layers)
@@ -143,11 +140,11 @@ class OptEqGrad(Study[GradConfig]):
         tables = []
         for one in config.maps:
             rows = []
-            for key, label, form in forms:
+            for key, text, form in forms:
                 scale = 1000 if key == "seconds" else 1
                 for mode in MODES:
                     values = self._mean(results, one.name, mode, key)
-                    rows.append((f"{label}: {mode}", *(f"{scale * value:{form}}" for value in values)))
+                    rows.append((f"{text}: {mode}", *(f"{scale * value:{form}}" for value in values)))
             tables.append(
                 Table(
                     f"{one.name}: one forward and backward, batch of {one.batch}",
@@ -172,21 +169,17 @@ class OptEqGrad(Study[GradConfig]):
         }
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, name_each, new_figure
-
         config = self.config
         figure, axes = new_figure(len(config.maps), 3, width=3.6)
         wanted = (("error", "relative error of the gradient"), ("seconds", "CPU seconds"), ("megabytes", "peak MB"))
-        for one, line in zip(config.maps, axes, strict=True):
-            for panel, (key, label) in zip(line, wanted, strict=True):
+        for one, panels in zip(config.maps, axes, strict=True):
+            for panel, (key, text) in zip(panels, wanted, strict=True):
                 for index, mode in enumerate(MODES):
-                    panel.plot(config.iterations, self._mean(results, one.name, mode, key), label=mode, marker="o",
-                               markersize=4, color=COLOURS[index], linestyle=STYLES[index])  # fmt: skip
-                panel.set_yscale("log")
+                    style = line(index, label=mode, marker="o", markersize=4)
+                    panel.plot(config.iterations, self._mean(results, one.name, mode, key), **style)
                 name_each(panel, config.iterations)
-                panel.set_xlabel("iterations K", fontsize=9)
-                panel.set_ylabel(label, fontsize=9)
-            line[1].set_title(one.name, fontsize=11)
+                label(panel, "iterations K", text, log="y")
+            label(panels[1], title=one.name)
         legend(axes[0][2], outside=True)
         return figure
 

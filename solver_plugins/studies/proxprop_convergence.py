@@ -1,17 +1,25 @@
 """Figures 2 and 3 of the ProxProp paper: progress by epoch and by time, fully connected and convolutional."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 from pydantic import Field
 from torch import nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.images import ImageData, Images
-from solver_plugins.studies.networks import BACKPROP, Training, conv_net, mlp, train_network
-from solver_plugins.studies.proxprop_stability import check_arms
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.figures import label, legend, line, new_figure, whole_numbers
+from solver_plugins.studies.images import ImageConfig, ImageStudy
+from solver_plugins.studies.proxprop_networks import (
+    BACKPROP,
+    REFERENCE,
+    Training,
+    check_arms,
+    conv_net,
+    label_of,
+    mlp,
+    train_network,
+)
+from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 from solver_plugins.train.errors import DataError
 
 PAPER: dict[tuple[str, str], tuple[str, str]] = {
@@ -52,10 +60,9 @@ class ConvSection(_Network):
     filters: list[int] = Field([16, 20, 20], min_length=1, description="Of the convolutions.")
 
 
-class ConvergenceConfig(StudyConfig):
+class ProgressConfig(ImageConfig):
     """Settings of Figures 2 and 3."""
 
-    data: ImageData = ImageData()
     mlp: MlpSection | None = Field(None, description="Fig. 2; null to leave it out.")
     conv: ConvSection | None = Field(None, description="Fig. 3; null to leave it out.")
 
@@ -67,17 +74,16 @@ class ConvergenceConfig(StudyConfig):
 
 
 @register_study
-class ProxPropConvergence(Study[ConvergenceConfig]):
+class ProxPropConvergence(ImageStudy[ProgressConfig]):
     """Progress of ProxProp and plain gradients, by epoch and by time."""
 
     name = "proxprop-convergence"
     tags = ("proxprop", "images")
-    reference = "Fig. 2 and Fig. 3 of *Proximal Backpropagation* (Frerix, Möllenhoff, Moeller and Cremers, ICLR 2018)"
-    Config: ClassVar[Any] = ConvergenceConfig
-    _images: Images
+    reference = f"Fig. 2 and Fig. 3 {REFERENCE}"
+    Config = ProgressConfig
 
     def prepare(self) -> None:
-        self._images = self.config.data.load()
+        super().prepare()
         if self.config.conv is not None:
             shrink = 2 ** len(self.config.conv.filters)
             if min(self._images.shape[1:]) < shrink:
@@ -129,11 +135,11 @@ class ProxPropConvergence(Study[ConvergenceConfig]):
                 found = results.of(arm=arm, network=name)
                 validation, test = PAPER.get((name, arm), ("", ""))
                 rows.append((
-                    f"{name}, {_label(arm)}",
-                    _mean(found, "loss", ".3g"),
-                    _mean(found, "best_validation_accuracy", ".1f"), validation,
-                    _mean(found, "test_accuracy", ".1f"), test,
-                    f"{_mean(found, 'training_seconds', '.0f')} s",
+                    f"{name}, {label_of(arm)}",
+                    found.spread("loss", ".3g"),
+                    found.spread("best_validation_accuracy", ".1f"), validation,
+                    found.spread("test_accuracy", ".1f"), test,
+                    f"{found.spread('training_seconds', '.0f')} s",
                 ))  # fmt: skip
         epochs = ", ".join(f"{name} {section.training.epochs}" for name, section in self._networks().items())
         note = (
@@ -144,56 +150,27 @@ class ProxPropConvergence(Study[ConvergenceConfig]):
 
     def summary(self, results: Results) -> dict[str, Any]:
         return {
-            f"{name}_{arm}_loss": _average(results.of(arm=arm, network=name), "loss")
+            f"{name}_{arm}_loss": results.of(arm=arm, network=name).mean("loss")
             for name, section in self._networks().items()
             for arm in section.arms
         }
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, new_figure, whole_numbers
-
         networks = self._networks()
         figure, axes = new_figure(len(networks), 3)
         for (name, section), (by_epoch, by_time, accuracy) in zip(networks.items(), axes, strict=True):
             for index, arm in enumerate(section.arms):
                 for one in results.of(arm=arm, network=name, seed=self.config.seeds[0]):
                     curves = one.values["curves"]
-                    style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)],
-                             "label": _label(arm)}  # fmt: skip
+                    style = line(index, label=label_of(arm))
                     by_epoch.plot(range(len(curves["loss"])), curves["loss"], **style)
                     by_time.plot(curves["seconds"], curves["loss"], **style)
                     accuracy.plot(curves["seconds"], curves["accuracy"], **style)
             optimizer = "Adam" if section.training.optimizer == "adam" else "Nesterov SGD"
             kind = "convolutional" if name == "conv" else "fully connected"
-            by_epoch.set_title(f"{kind}, {optimizer}", fontsize=11)
-            for panel, x, y in (
-                (by_epoch, "epoch", "full-batch loss"),
-                (by_time, "training time (s)", "full-batch loss"),
-                (accuracy, "training time (s)", "validation accuracy (%)"),
-            ):
-                panel.set_xlabel(x, fontsize=9)
-                panel.set_ylabel(y, fontsize=9)
+            label(by_epoch, "epoch", "full-batch loss", f"{kind}, {optimizer}")
+            label(by_time, "training time (s)", "full-batch loss")
+            label(accuracy, "training time (s)", "validation accuracy (%)")
             legend(by_epoch)
             whole_numbers(by_epoch)
         return figure
-
-
-def _label(arm: str) -> str:
-    return "BackProp" if arm == BACKPROP else f"ProxProp ({arm})"
-
-
-def _average(found: Results, key: str) -> float | None:
-    values = [value for value in found.each(key) if value is not None]
-    return sum(values) / len(values) if values else None
-
-
-def _mean(found: Results, key: str, form: str) -> str:
-    """Returns the mean over seeds, and their standard deviation where there are several."""
-    values = [value for value in found.each(key) if value is not None]
-    if not values:
-        return "-"
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:{form}}"
-    deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
-    return f"{mean:{form}} ± {deviation:{form}}"

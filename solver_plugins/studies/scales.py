@@ -16,8 +16,7 @@ import yaml
 from solver_plugins.config import load_yaml
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.shipped import shipped_file, shipped_folders
-from solver_plugins.studies.base import StudyConfig
-from solver_plugins.studies.registry import STUDIES
+from solver_plugins.studies.study import STUDIES, StudyConfig
 from solver_plugins.train.config import apply_change
 
 SCALES = ("smoke", "short", "paper")

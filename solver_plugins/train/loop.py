@@ -90,6 +90,8 @@ class Loop:
         self.hooks, self.accelerator = hooks or Hooks(), accelerator or Alone()
         optimizer = make_optimizer(settings, model)
         self.schedule = make_schedule(settings, optimizer, batches.steps)
+        self.model: nn.Module
+        self.optimizer: torch.optim.Optimizer
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.inner: nn.Module = self.accelerator.unwrap_model(self.model)
         self.progress = Progress()

@@ -1,8 +1,10 @@
 """The folder of a run: what it holds, and whose it is."""
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -101,17 +103,24 @@ def _check_same(config: FinetuneConfig, place: Path) -> None:
         )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file so that it is whole or as it was."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields a path to write to, which takes the place of another once it is written: whole or as it was."""
+    # The same ending: for some writers it says the format.
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file so that it is whole or as it was, also if the machine stops."""
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -86,8 +86,10 @@ class Shuffled:
         """Yields the batches of an epoch that are left after this many steps of it."""
         rows = self.order.numbers(epoch).split(self.order.batch_size)
         for number in range(step, len(rows)):
-            generator = torch.Generator().manual_seed(seed_for(self.seed, "augmentation", epoch, number))
-            images = changed(self.part.images[rows[number]], self.shift, self.flip, generator)
+            images = self.part.images[rows[number]]
+            if self.shift or self.flip:
+                generator = torch.Generator().manual_seed(seed_for(self.seed, "augmentation", epoch, number))
+                images = changed(images, self.shift, self.flip, generator)
             yield {"image": images, "labels": self.part.labels[rows[number]]}
 
 

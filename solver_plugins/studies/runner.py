@@ -15,15 +15,15 @@ import torch
 from tqdm.auto import tqdm
 
 from solver_plugins.errors import OptionError
-from solver_plugins.studies.base import Cell, Context, Measured, Results, Study, StudyConfig, Table
-from solver_plugins.studies.folder import FIGURE, METRICS, TABLE, RunFolder
-from solver_plugins.studies.processes import Team
-from solver_plugins.studies.registry import STUDIES
+from solver_plugins.studies.cells import FIGURE, METRICS, TABLE, RunFolder
+from solver_plugins.studies.figures import save_figure
+from solver_plugins.studies.study import STUDIES, Cell, Context, Measured, Results, Study, StudyConfig, Table
+from solver_plugins.studies.team import Team
 from solver_plugins.train.randomness import seeded
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StudyOutcome:
     """What a run leaves behind.
 
     Attributes:
@@ -45,7 +45,7 @@ def run_study(
     scale: str = "own",
     overwrite: bool = False,
     command: str | None = None,
-) -> Outcome:
+) -> StudyOutcome:
     """Runs a study, or what is left of it; call it in every process of a launch.
 
     Args:
@@ -76,7 +76,7 @@ def run_study(
         metrics = _metrics(study, scale, results, team)
         tables = study.tables(results)
         team.first(lambda: _report(study, results, tables, metrics, folder, command))
-    return Outcome(folder.place, tables, metrics)
+    return StudyOutcome(folder.place, tables, metrics)
 
 
 def _check_cells(name: str, cells: list[Cell]) -> None:
@@ -125,7 +125,7 @@ def _run_cell(
 
     start, cpu = time.perf_counter(), time.process_time()
     with seeded(study.name, cell.seed, devices=device.type == "cuda"):
-        values = study.run(cell, Context(steps, device, earlier, place))
+        values = study.run(cell, Context(steps, device, earlier, place, talks))
     return Measured(cell, values, time.perf_counter() - start, time.process_time() - cpu)
 
 
@@ -175,8 +175,6 @@ def _report(
     folder: RunFolder,
     command: str | None,
 ) -> None:
-    from solver_plugins.studies.figures import save_figure
-
     figure = study.draw(results)
     folder.write_file(FIGURE, lambda path: save_figure(figure, path))
     folder.write(TABLE, page(study, tables, metrics, command))

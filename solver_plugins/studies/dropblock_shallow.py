@@ -1,4 +1,4 @@
-"""The paper's synthetic problem and its linear network with one hidden layer (section 5.1).
+"""The structured dropout paper's synthetic problem and its linear network with one hidden layer (section 5.1).
 
 ``X`` (N, b) standard normal, ``Y = X V_true U_true^T`` (N, a); the network is ``X V U^T`` with ``V`` (b, d) and
 ``U`` (a, d). All matrices are standard normal at first.
@@ -7,7 +7,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -15,9 +15,11 @@ from torch import Tensor
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.dropblock import Scheme, omega
-from solver_plugins.studies.base import Context, StudyConfig
+from solver_plugins.studies.figures import nan_for_none
+from solver_plugins.studies.study import Context, Measured, Study, StudyConfig, finite, shown
 from solver_plugins.train.randomness import seed_for
 
+REFERENCE = "of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
 POINTS = 300
 """At most how many points of a curve are kept, half of them spread evenly, half over the powers of ten."""
 
@@ -46,6 +48,32 @@ class ShallowConfig(StudyConfig):
 
     sizes: Sizes = Sizes()
     descent: Descent = Descent()
+
+
+def check_thetas(thetas: list[float]) -> None:
+    """Raises for a retain probability that is none."""
+    wrong = [theta for theta in thetas if not 0 < theta < 1]
+    if wrong:
+        raise ValueError(f"expected every theta, the probability that a unit is kept, in (0, 1); found {wrong[0]}")
+
+
+C = TypeVar("C", bound=ShallowConfig)
+
+
+class ShallowStudy(Study[C]):
+    """A study of the synthetic problem."""
+
+    tags = ("dropblock", "synthetic")
+
+    def _ending(self, one: Measured, key: str, form: str) -> tuple[str, str, str]:
+        """Returns three entries of a table: the objective at the end, a value of the cell, and the agreement."""
+        found = one.values
+        ratio, error = found["sampled_over_deterministic"], found["standard_error"]
+        return (
+            shown(found["final"], ".6g", "diverged"),
+            shown(found[key], form, "-"),
+            "-" if ratio is None else f"{ratio:.4f} ± {error:.4f}",
+        )
 
 
 @dataclass(frozen=True)
@@ -107,6 +135,23 @@ class Trained:
     iterations: list[int]
     sampled: list[float]
     objective: list[float]
+
+    def values(self) -> dict[str, Any]:
+        """Returns what a cell's file holds: None where training has diverged.
+
+        Sampled objectives are compared with the deterministic one at the same weights. The masks of a step are
+        independent of its weights, so each ratio is one on average: so is their mean, up to a standard error.
+        """
+        pairs = zip(self.sampled, self.objective, strict=False)
+        ratios = torch.tensor([one / other for one, other in pairs], dtype=torch.float64)
+        compared = len(ratios) > 1 and bool(torch.isfinite(ratios).all())
+        curves: dict[str, Any] = {"iteration": self.iterations, "sampled": self.sampled, "objective": self.objective}
+        return {
+            "final": finite(self.objective[-1]),
+            "sampled_over_deterministic": float(ratios.mean()) if compared else None,
+            "standard_error": float(ratios.std() / math.sqrt(len(ratios))) if compared else None,
+            "curves": {key: [finite(value) for value in values] for key, values in curves.items()},
+        }
 
 
 Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -196,28 +241,7 @@ def objective_with(problem: Problem, cbar: Tensor) -> Objective:
     return objective
 
 
-def finite_curves(trained: Trained) -> dict[str, list[Any]]:
-    """Returns the curves as a cell's file has them: None where training has diverged."""
-    curves: dict[str, Any] = {
-        "iteration": trained.iterations,
-        "sampled": trained.sampled,
-        "objective": trained.objective,
-    }
-    return {key: [value if math.isfinite(value) else None for value in values] for key, values in curves.items()}
-
-
-def agreement(trained: Trained) -> dict[str, float | None]:
-    """Compares sampled objectives with the deterministic one at the same weights.
-
-    The masks of a step are independent of its weights, so each ratio is one on average: so is their mean, up to a
-    standard error.
-    """
-    ratios = torch.tensor(
-        [one / other for one, other in zip(trained.sampled, trained.objective, strict=False)], dtype=torch.float64
-    )
-    if len(ratios) < 2:
-        return {"sampled_over_deterministic": None, "standard_error": None}
-    return {
-        "sampled_over_deterministic": float(ratios.mean()),
-        "standard_error": float(ratios.std() / math.sqrt(len(ratios))),
-    }
+def plotted(one: Measured, key: str) -> tuple[list[int], list[float]]:
+    """Returns the iterations, counted from one, and the values of a curve of a cell, for ``plot``."""
+    curves = one.values["curves"]
+    return [1 + step for step in curves["iteration"][: len(curves[key])]], nan_for_none(curves[key])

@@ -6,7 +6,6 @@ one. Several processes take cells from the same folder: a file that only one of 
 
 import contextlib
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,10 +14,10 @@ from typing import Any
 import yaml
 
 from solver_plugins.config import load_yaml
-from solver_plugins.studies.base import Cell, Measured, StudyConfig
 from solver_plugins.studies.errors import CellError
+from solver_plugins.studies.study import Cell, Measured, StudyConfig
 from solver_plugins.train.errors import OutputError
-from solver_plugins.train.outputs import write_whole
+from solver_plugins.train.outputs import whole_file, write_whole
 
 STUDY = "study.yaml"
 CELLS = "cells"
@@ -164,14 +163,8 @@ class RunFolder:
 
     def write_file(self, name: str, make: Callable[[Path], None]) -> None:
         """Lets ``make`` write a file of the report, whole or not at all."""
-        path = self.place / name
-        # The same ending: it says the format.
-        partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-        try:
+        with whole_file(self.place / name) as partial:
             make(partial)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _claim(self, cell: Cell) -> Path:
         return self.place / CELLS / f".{cell.name}.claim"

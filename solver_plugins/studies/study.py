@@ -1,6 +1,15 @@
-"""What a study is: a config, a list of independent cells, and how their results become tables and a figure."""
+"""What a study is: a config, a list of independent cells, and how their results become tables and a figure.
 
+A third-party distribution adds one by an entry point of the group ``solver_plugins.studies``::
+
+    [project.entry-points."solver_plugins.studies"]
+    my-study = "my_package.my_module:MyStudy"
+"""
+
+import inspect
+import math
 import re
+import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +21,8 @@ import torch
 from pydantic import Field
 
 from solver_plugins.config import StrictConfig
+from solver_plugins.errors import RegistrationError
+from solver_plugins.registry import Entry, Registry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,14 +33,8 @@ Value = str | int | float
 class StudyConfig(StrictConfig):
     """What every study has."""
 
-    seeds: list[int] = Field(
-        [0], min_length=1, description="One repetition for each; arms share data and first weights."
-    )
-
-    note: str = Field(
-        "",
-        description="What readers of the report should know: how settings were chosen, which images were seen before.",
-    )
+    seeds: list[int] = Field([0], min_length=1, description="One repetition for each; arms share data and weights.")
+    note: str = Field("", description="What readers of the report should know, such as how settings were chosen.")
 
     @pydantic.field_validator("seeds")
     @classmethod
@@ -41,7 +46,7 @@ class StudyConfig(StrictConfig):
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: an arm with a seed in a setting. It depends on these, the config and earlier stages alone.
+    """One measurement: an arm with a seed in a setting. It depends on these, the config and earlier stages only.
 
     Attributes:
         arm: What is compared ("backprop", "cg3").
@@ -99,6 +104,40 @@ class Results(list[Measured]):
         """Returns one value of every cell."""
         return [one.values[key] for one in self]
 
+    def mean(self, key: str) -> float | None:
+        """Returns the mean of a value; None where no cell has it."""
+        return mean(self.each(key))
+
+    def spread(self, key: str, form: str) -> str:
+        """Returns mean ± standard deviation of a value as text; see :func:`spread`."""
+        return spread(self.each(key), form)
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Returns the mean of what is there; None for nothing."""
+    there = [value for value in values if value is not None]
+    return sum(there) / len(there) if there else None
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    """Returns mean ± standard deviation of what is there, and how much is not; "-" for nothing."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return "-"
+    text = f"{mean(there):{form}}" + (f" ± {statistics.stdev(there):{form.lstrip('+')}}" if len(there) > 1 else "")
+    gone = len(values) - len(there)
+    return text + (f" (- in {gone} of {len(values)})" if gone else "")
+
+
+def shown(value: float | None, form: str, missing: str = "") -> str:
+    """Returns a number as text, and what stands for one that is missing."""
+    return missing if value is None else f"{value:{form}}"
+
+
+def finite(value: float | torch.Tensor) -> float | None:
+    """Returns a number as a cell's file can hold it: None if it is not finite."""
+    return float(value) if math.isfinite(value) else None
+
 
 @dataclass(frozen=True)
 class Table:
@@ -136,12 +175,14 @@ class Context:
         device: Where tensors of large studies belong.
         earlier: What the stages before this one have measured; see :meth:`Study.stages`.
         folder: Where a cell may keep files for later stages, named after itself; None for nowhere.
+        talks: Whether this process shows progress bars.
     """
 
     steps: Callable[[int], Iterable[int]] = range
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     earlier: Results = field(default_factory=Results)
     folder: Path | None = None
+    talks: bool = False
 
 
 C = TypeVar("C", bound=StudyConfig)
@@ -204,3 +245,38 @@ class Study(ABC, Generic[C]):
     def summary(self, results: Results) -> dict[str, Any]:
         """Returns the numbers that a reader asks for first."""
         return {}
+
+
+def _check_study(name: str, study: Any) -> None:
+    label = getattr(study, "__qualname__", repr(study))
+    if not (inspect.isclass(study) and issubclass(study, Study)):
+        raise RegistrationError(f"A study is a class derived from solver_plugins.studies.Study; found {label}.")
+    missing = [repr(one) for one in ("name", "Config", "reference") if not hasattr(study, one)]
+    missing += [f"{one}()" for one in sorted(getattr(study, "__abstractmethods__", ()))]
+    if missing:
+        raise RegistrationError(f"A study needs name, Config, reference and methods; {label} has no {missing[0]}.")
+    if study.name != name:
+        raise RegistrationError(
+            f"A study is registered under its own name; {label}.name is {study.name!r}, but it was to be registered "
+            f"as {name!r}."
+        )
+
+
+STUDIES: Registry[type[Study[Any]]] = Registry("study", entry_point_group="solver_plugins.studies", check=_check_study)
+
+S = TypeVar("S", bound=type)
+
+
+def register_study(study: S) -> S:
+    """Class decorator: registers a study under its ``name``; its docstring's first line becomes the description."""
+    return STUDIES.register_class(study)
+
+
+def list_studies(filter: str | Iterable[str] | None = None) -> list[str]:
+    """Lists the registered studies; ``filter`` is a glob on the name or a tag."""
+    return STUDIES.names(filter)
+
+
+def study_info(name: str) -> Entry[type[Study[Any]]]:
+    """Returns name, class, description, tags and origin of a study."""
+    return STUDIES.info(name)
