@@ -3,26 +3,9 @@
 A study is one file: a config, cells, what they measure, a table, a figure, and a decorator.
 """
 
-from solver_plugins.studies import (  # noqa: F401  They register themselves.
-    deeplayers_pretrained,
-    deeplayers_solvers,
-    deeplayers_table2,
-    deeplayers_table3,
-    deeplayers_table4,
-    deeplayers_table5,
-    dropblock_fig1,
-    dropblock_fig2,
-    dropblock_fig3,
-    dropblock_fig4,
-    dropblock_rank,
-    dropblock_regularizer,
-    opteq_alpha,
-    opteq_grad,
-    opteq_head,
-    opteq_regularizers,
-    proxprop_convergence,
-    proxprop_stability,
-)
+import importlib
+import pkgutil
+
 from solver_plugins.studies.errors import CellError, OtherProcessError
 from solver_plugins.studies.runner import StudyOutcome, run_study
 from solver_plugins.studies.scales import SCALES, read_study_config
@@ -59,3 +42,7 @@ __all__ = [
     "run_study",
     "study_info",
 ]
+
+for _module in pkgutil.iter_modules(__path__):
+    # Studies register themselves: a new file in this folder is all that a new one needs.
+    importlib.import_module(f"{__name__}.{_module.name}")

@@ -156,12 +156,9 @@ class DeepLayersTable(ImageStudy[C]):
         return Cell(FIRST, seed, ((self.group, group), ("stage", FIRST)))
 
     def _cells(self, seeds: list[int], stage: str, **setting: Value) -> list[Cell]:
-        return [
-            Cell(arm, seed, ((self.group, group), ("stage", stage), *setting.items()))
-            for seed in seeds
-            for group in self.groups()
-            for arm in self.arms()
-        ]
+        settings: dict[str, list[Value]] = {self.group: self.groups(), "stage": [stage]}
+        settings |= {key: [value] for key, value in setting.items()}
+        return Cell.grid(seed=seeds, **settings, arm=self.arms())
 
     def cells(self) -> list[Cell]:
         return [cell for stage in self.stages() for cell in stage]

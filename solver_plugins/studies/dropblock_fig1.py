@@ -6,25 +6,16 @@ import pydantic
 from pydantic import Field
 from torch import Tensor
 
-from solver_plugins.dropblock import GridBlocks, drop_block_1d, global_minimum, theta_bar_of
+from solver_plugins.dropblock import GridBlocks, drop_block_1d
 from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.studies.dropblock_shallow import (
-    REFERENCE,
-    ShallowConfig,
-    ShallowStudy,
-    check_thetas,
-    objective_of,
-    plotted,
-    synthetic,
-    train,
-)
-from solver_plugins.studies.figures import COLOURS, label, legend, new_figure
+from solver_plugins.studies import dropblock_shallow as shallow
+from solver_plugins.studies.figures import COLOURS, new_figure
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 
 SAMPLED, DETERMINISTIC = "sampled", "deterministic"
 
 
-class ClosedFormConfig(ShallowConfig):
+class ClosedFormConfig(shallow.ShallowConfig):
     """Settings of Figures 1 and 5."""
 
     thetas: list[float] = Field([0.5], min_length=1, description="Retain probabilities theta(d) at this width.")
@@ -37,35 +28,30 @@ class ClosedFormConfig(ShallowConfig):
         unknown = sorted(set(self.arms) - {SAMPLED, DETERMINISTIC})
         if unknown:
             raise ValueError(f"expected arms 'sampled' and 'deterministic'; found {unknown[0]!r}")
-        check_thetas(self.thetas)
+        shallow.check_thetas(self.thetas)
         return self
 
 
-class _Convergence(ShallowStudy[ClosedFormConfig]):
+class _Convergence(shallow.ShallowStudy[ClosedFormConfig]):
     Config = ClosedFormConfig
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(arm, seed, (("theta", theta),))
-            for theta in self.config.thetas
-            for seed in self.config.seeds
-            for arm in self.config.arms
-        ]
+        return Cell.grid(theta=self.config.thetas, seed=self.config.seeds, arm=self.config.arms)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config, theta, r = self.config, float(cell["theta"]), self.config.block_size
-        problem = synthetic(config.sizes, cell.seed)
-        minimum = global_minimum(problem.Y, theta_bar_of(theta, config.sizes.hidden, r), r, problem.X)
+        problem = shallow.synthetic(config.sizes, cell.seed)
+        minimum = problem.minimum(theta, r)
 
         def predict(X: Tensor, V: Tensor, U: Tensor) -> Tensor:
             return drop_block_1d(X @ V, theta, r) @ U.mT
 
-        objective = objective_of(problem, GridBlocks(theta, r))
+        objective = shallow.objective_of(problem, GridBlocks(theta, r))
         sampled = predict if cell.arm == SAMPLED else None
-        found = train(problem, config.descent, objective, sampled, context).values()
+        found = shallow.train(problem, config.descent, objective, sampled, context).values()
         return {
             "closed_form": minimum.objective,
-            # The closed form is a lower bound; only with so many blocks can it be attained.
+            # The closed form is a lower bound; only with this many blocks can it be attained.
             "attainable": r * minimum.fewest_blocks <= config.sizes.hidden,
             "gap": None if found["final"] is None else found["final"] / minimum.objective - 1,
             **found,
@@ -76,7 +62,7 @@ class _Convergence(ShallowStudy[ClosedFormConfig]):
             (
                 f"{one.cell['theta']:g}, {one.cell.arm}, seed {one.cell.seed}",
                 f"{one.values['closed_form']:.6g}" + ("" if one.values["attainable"] else " (bound)"),
-                *self._ending(one, "gap", ".3%"),
+                *shallow.ending(one, "gap", ".3%"),
                 f"{one.seconds:.0f} s",
             )
             for one in results
@@ -96,30 +82,24 @@ class _Convergence(ShallowStudy[ClosedFormConfig]):
         ]
 
     def summary(self, results: Results) -> dict[str, Any]:
-        gaps = [gap for gap in results.each("gap") if gap is not None]
+        gaps = results.known("gap")
         return {"largest_gap": max(gaps, default=None), "smallest_gap": min(gaps, default=None)}
 
     def draw(self, results: Results) -> Any:
         figure, axes = new_figure(2, len(self.config.thetas), width=5.0)
-        for column, theta in enumerate(self.config.thetas):
-            top, bottom = axes[0][column], axes[1][column]
+        for theta, top, bottom in zip(self.config.thetas, *axes, strict=True):
             found = results.of(theta=theta, seed=self.config.seeds[0])
             for one in found:
                 gap = one.values["gap"]
                 end = "diverged" if gap is None else f"{100 * gap:.2g}% above at the end"
+                style = {"color": COLOURS[2], "linestyle": "--", "label": f"training without sampling, {end}"}
                 if one.cell.arm == SAMPLED:
-                    top.plot(*plotted(one, "sampled"), color=COLOURS[5], linewidth=1, label="DropBlock, stochastic")
-                    top.plot(*plotted(one, "objective"), color=COLOURS[0], label="DropBlock, deterministic")
+                    shallow.draw_sampled(top, one, "DropBlock")
                     style = {"color": COLOURS[0], "linestyle": "-", "label": f"sampled training, {end}"}
-                else:
-                    style = {"color": COLOURS[2], "linestyle": "--", "label": f"training without sampling, {end}"}
-                bottom.plot(*plotted(one, "objective"), **style)
-            bottom.axhline(found[0].values["closed_form"], color=COLOURS[1], linestyle=":", linewidth=2,
-                           label="global minimum, Theorem 2.7")  # fmt: skip
-            label(top, title=rf"$\theta$ = {theta:g}")
-            for panel in (top, bottom):
-                label(panel, "iteration", "objective", log="xy")
-                legend(panel)
+                bottom.plot(*shallow.plotted(one, "objective"), **style)
+            style = {"color": COLOURS[1], "linestyle": ":", "label": "global minimum, Theorem 2.7"}
+            bottom.axhline(found[0].values["closed_form"], linewidth=2, **style)
+            shallow.name_panels(rf"$\theta$ = {theta:g}", top, bottom)
         return figure
 
 
@@ -128,7 +108,7 @@ class DropBlockFig1(_Convergence):
     """Sampled DropBlock against its deterministic objective and the closed-form minimum."""
 
     name = "dropblock-fig1"
-    reference = f"Fig. 1 {REFERENCE}"
+    reference = f"Fig. 1 {shallow.REFERENCE}"
 
 
 @register_study
@@ -136,4 +116,4 @@ class DropBlockFig5(_Convergence):
     """Fig. 1 of structured dropout for more retain probabilities."""
 
     name = "dropblock-fig5"
-    reference = f"Fig. 5 (appendix E) {REFERENCE}"
+    reference = f"Fig. 5 (appendix E) {shallow.REFERENCE}"

@@ -126,7 +126,7 @@ class DropBlockFig2(ImageStudy[DeepConfig]):
         return LastLayers(backbone, int(backbone.num_features), self.config.width, self._images.classes)
 
     def cells(self) -> list[Cell]:
-        return [Cell(arm, seed) for seed in self.config.seeds for arm in self.config.arms]
+        return Cell.grid(seed=self.config.seeds, arm=self.config.arms)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config, train = self.config, self._images.train
@@ -187,10 +187,7 @@ class DropBlockFig2(ImageStudy[DeepConfig]):
         ]
 
     def summary(self, results: Results) -> dict[str, Any]:
-        gaps, errors = (
-            [one for one in results.each(key) if one is not None] for key in ("gap", "singular_value_error")
-        )
-        return {"largest_gap": max(gaps, default=None), "largest_singular_value_error": max(errors, default=None)}
+        return {f"largest_{key}": max(results.known(key), default=None) for key in ("gap", "singular_value_error")}
 
     def draw(self, results: Results) -> Any:
         figure, axes = new_figure(1, 2, width=4.8, height=3.4)

@@ -11,35 +11,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from solver_plugins.dropblock import (
-    Dropout,
-    drop_block_1d,
-    drop_connect_linear,
-    dropconnect_omega,
-    global_minimum,
-    omega,
-    theta_bar_of,
-)
-from solver_plugins.studies.dropblock_shallow import (
-    REFERENCE,
-    Objective,
-    Predict,
-    Problem,
-    ShallowConfig,
-    ShallowStudy,
-    check_thetas,
-    objective_of,
-    plotted,
-    synthetic,
-    train,
-)
-from solver_plugins.studies.figures import COLOURS, label, legend, new_figure
+from solver_plugins.dropblock import Dropout, drop_block_1d, drop_connect_linear, dropconnect_omega, omega
+from solver_plugins.studies import dropblock_shallow as shallow
+from solver_plugins.studies.figures import COLOURS, new_figure
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study, shown
 
 DROPCONNECT, DROPOUT = "dropconnect", "dropout"
 
 
-class DropConnectConfig(ShallowConfig):
+class DropConnectConfig(shallow.ShallowConfig):
     """Settings of Figures 3 and 6."""
 
     thetas: list[float] = Field([0.5], min_length=1, description="Probabilities that a weight, or a unit, is kept.")
@@ -52,32 +32,26 @@ class DropConnectConfig(ShallowConfig):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
-        check_thetas(self.thetas)
+        shallow.check_thetas(self.thetas)
         if "white" in self.inputs and self.sizes.samples < self.sizes.inputs:
             raise ValueError("white inputs need at least as many samples as inputs")
         return self
 
 
-class _Comparison(ShallowStudy[DropConnectConfig]):
+class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
     Config = DropConnectConfig
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(arm, seed, (("inputs", kind), ("theta", theta)))
-            for kind in self.config.inputs
-            for theta in self.config.thetas
-            for seed in self.config.seeds
-            for arm in (DROPCONNECT, DROPOUT)
-        ]
+        config = self.config
+        return Cell.grid(inputs=config.inputs, theta=config.thetas, seed=config.seeds, arm=(DROPCONNECT, DROPOUT))
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        config, theta = self.config, float(cell["theta"])
-        problem = synthetic(config.sizes, cell.seed, lambda X: shaped(X, str(cell["inputs"]), config.correlation))
-        width = config.sizes.hidden
+        config, theta, kind = self.config, float(cell["theta"]), str(cell["inputs"])
+        problem = shallow.synthetic(config.sizes, cell.seed, lambda X: shaped(X, kind, config.correlation))
         # Of dropout, blocks of one.
-        minimum = global_minimum(problem.Y, theta_bar_of(theta, width, 1), 1, problem.X)
+        minimum = problem.minimum(theta, 1)
         objective, predict = _connect(problem, theta) if cell.arm == DROPCONNECT else _units(problem, theta)
-        trained = train(problem, config.descent, objective, predict, context)
+        trained = shallow.train(problem, config.descent, objective, predict, context)
         found = trained.values()
         final = found["final"]
         return {
@@ -93,8 +67,8 @@ class _Comparison(ShallowStudy[DropConnectConfig]):
         rows = []
         for one in results:
             name = f"{one.cell['inputs']}, {one.cell['theta']:g}, {one.cell.arm}, seed {one.cell.seed}"
-            final, over, agreed = self._ending(one, "over_dropout_minimum", ".4f")
-            rows.append((name, final, over, shown(one.values["ratio_at_last"], ".4f", "-"), agreed))
+            final, over, agreement = shallow.ending(one, "over_dropout_minimum", ".4f")
+            rows.append((name, final, over, shown(one.values["ratio_at_last"], ".4f", "-"), agreement))
         return [
             Table(
                 "DropConnect against dropout",
@@ -109,28 +83,23 @@ class _Comparison(ShallowStudy[DropConnectConfig]):
 
     def summary(self, results: Results) -> dict[str, Any]:
         """Returns, by kind of inputs, how far from one the ratio of the regularisers is at the end, at most."""
-        found: dict[str, Any] = {}
-        for kind in self.config.inputs:
-            ratios = [one for one in results.of(inputs=kind).each("ratio_at_last") if one is not None]
-            found[f"largest_difference_{kind}"] = max((abs(one - 1) for one in ratios), default=None)
-        return found
+        ratios = {kind: results.of(inputs=kind).known("ratio_at_last") for kind in self.config.inputs}
+        return {
+            f"largest_difference_{kind}": max((abs(one - 1) for one in found), default=None)
+            for kind, found in ratios.items()
+        }
 
     def draw(self, results: Results) -> Any:
         columns = [(kind, theta) for kind in self.config.inputs for theta in self.config.thetas]
         figure, axes = new_figure(2, len(columns))
-        for column, (kind, theta) in enumerate(columns):
-            top, bottom = axes[0][column], axes[1][column]
+        for (kind, theta), top, bottom in zip(columns, *axes, strict=True):
             for one in results.of(inputs=kind, theta=theta, seed=self.config.seeds[0]):
                 style = {"color": COLOURS[1], "linestyle": "--", "label": "Dropout"}
                 if one.cell.arm == DROPCONNECT:
-                    top.plot(*plotted(one, "sampled"), color=COLOURS[5], linewidth=1, label="DropConnect, stochastic")
-                    top.plot(*plotted(one, "objective"), color=COLOURS[0], label="DropConnect, deterministic")
+                    shallow.draw_sampled(top, one, "DropConnect")
                     style = {"color": COLOURS[0], "linestyle": "-", "label": "DropConnect"}
-                bottom.plot(*plotted(one, "objective"), **style)
-            label(top, title=rf"{kind} inputs, $\theta$ = {theta:g}")
-            for panel in (top, bottom):
-                label(panel, "iteration", "objective", log="xy")
-                legend(panel)
+                bottom.plot(*shallow.plotted(one, "objective"), **style)
+            shallow.name_panels(rf"{kind} inputs, $\theta$ = {theta:g}", top, bottom)
         return figure
 
 
@@ -145,7 +114,7 @@ def shaped(X: Tensor, kind: str, correlation: float) -> Tensor:
     return X
 
 
-def _connect(problem: Problem, theta: float) -> tuple[Objective, Predict]:
+def _connect(problem: shallow.Problem, theta: float) -> tuple[shallow.Objective, shallow.Predict]:
     small = problem.compressed()
 
     def objective(U: Tensor, V: Tensor) -> Tensor:
@@ -155,11 +124,11 @@ def _connect(problem: Problem, theta: float) -> tuple[Objective, Predict]:
     return objective, lambda X, V, U: drop_connect_linear(X, V.mT, theta=theta) @ U.mT
 
 
-def _units(problem: Problem, theta: float) -> tuple[Objective, Predict]:
-    return objective_of(problem, Dropout(theta)), lambda X, V, U: drop_block_1d(X @ V, theta, 1) @ U.mT
+def _units(problem: shallow.Problem, theta: float) -> tuple[shallow.Objective, shallow.Predict]:
+    return shallow.objective_of(problem, Dropout(theta)), lambda X, V, U: drop_block_1d(X @ V, theta, 1) @ U.mT
 
 
-def ratio(problem: Problem, U: Tensor, V: Tensor, theta: float) -> float:
+def ratio(problem: shallow.Problem, U: Tensor, V: Tensor, theta: float) -> float:
     """Returns the regulariser of DropConnect over that of dropout, with the same weights."""
     odds = torch.full((U.shape[1],), (1 - theta) / theta, dtype=U.dtype)
     X = problem.compressed().X
@@ -171,7 +140,7 @@ class DropBlockFig3(_Comparison):
     """DropConnect against dropout, with inputs for which they are the same and inputs for which they are not."""
 
     name = "dropblock-fig3"
-    reference = f"Fig. 3 {REFERENCE}"
+    reference = f"Fig. 3 {shallow.REFERENCE}"
 
 
 @register_study
@@ -179,4 +148,4 @@ class DropBlockFig6(_Comparison):
     """Fig. 3 of structured dropout for more retain probabilities."""
 
     name = "dropblock-fig6"
-    reference = f"Fig. 6 (appendix E) {REFERENCE}"
+    reference = f"Fig. 6 (appendix E) {shallow.REFERENCE}"

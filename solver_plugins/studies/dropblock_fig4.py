@@ -6,25 +6,9 @@ import pydantic
 from pydantic import Field
 from torch import Tensor
 
-from solver_plugins.dropblock import (
-    GridBlocks,
-    OverlappingBlocks,
-    SampledScheme,
-    Scheme,
-    global_minimum,
-    structured_dropout,
-    theta_bar_of,
-)
+from solver_plugins.dropblock import GridBlocks, OverlappingBlocks, SampledScheme, Scheme, structured_dropout
 from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.studies.dropblock_shallow import (
-    REFERENCE,
-    ShallowConfig,
-    ShallowStudy,
-    objective_with,
-    plotted,
-    synthetic,
-    train,
-)
+from solver_plugins.studies import dropblock_shallow as shallow
 from solver_plugins.studies.figures import label, legend, line, new_figure
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 
@@ -37,7 +21,7 @@ _LABELS = {
 }
 
 
-class OverlapConfig(ShallowConfig):
+class OverlapConfig(shallow.ShallowConfig):
     """Settings of Fig. 4."""
 
     theta: float = Field(0.5, gt=0, lt=1, description="Retain probability of the grid's blocks.")
@@ -75,27 +59,27 @@ def scheme_of(arm: str, theta: float, r: int, width: int) -> tuple[Scheme, Tenso
 
 
 @register_study
-class DropBlockFig4(ShallowStudy[OverlapConfig]):
+class DropBlockFig4(shallow.ShallowStudy[OverlapConfig]):
     """DropBlock with blocks anywhere against blocks on a grid, and the rule that matches them."""
 
     name = "dropblock-fig4"
-    reference = f"Fig. 4 {REFERENCE}"
+    reference = f"Fig. 4 {shallow.REFERENCE}"
     Config = OverlapConfig
 
     def cells(self) -> list[Cell]:
-        return [Cell(arm, seed) for arm in self.config.arms for seed in self.config.seeds]
+        return Cell.grid(arm=self.config.arms, seed=self.config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config = self.config
         width, r = config.sizes.hidden, config.block_size
-        problem = synthetic(config.sizes, cell.seed)
-        minimum = global_minimum(problem.Y, theta_bar_of(config.theta, width, r), r, problem.X)
+        problem = shallow.synthetic(config.sizes, cell.seed)
+        minimum = problem.minimum(config.theta, r)
         scheme, cbar = scheme_of(cell.arm, config.theta, r, width)
 
         def predict(X: Tensor, V: Tensor, U: Tensor) -> Tensor:
             return structured_dropout(X @ V, scheme) @ U.mT
 
-        found = train(problem, config.descent, objective_with(problem, cbar), predict, context).values()
+        found = shallow.train(problem, config.descent, shallow.objective_with(problem, cbar), predict, context).values()
         return {
             "kept": scheme.mean,
             "grid_minimum": minimum.objective,
@@ -107,7 +91,7 @@ class DropBlockFig4(ShallowStudy[OverlapConfig]):
         config = self.config
         rows = [
             (f"{_LABELS[one.cell.arm]}, seed {one.cell.seed}", f"{one.values['kept']:.4g}",
-             *self._ending(one, "over_grid_minimum", ".4f"))
+             *shallow.ending(one, "over_grid_minimum", ".4f"))
             for one in results
         ]  # fmt: skip
         return [
@@ -129,8 +113,8 @@ class DropBlockFig4(ShallowStudy[OverlapConfig]):
         panel = axes[0][0]
         for index, arm in enumerate(self.config.arms):
             for one in results.of(arm=arm, seed=self.config.seeds[0]):
-                panel.plot(*plotted(one, "sampled"), **line(index, alpha=0.3))
-                panel.plot(*plotted(one, "objective"), **line(index, label=_LABELS[arm]))
+                panel.plot(*shallow.plotted(one, "sampled"), **line(index, alpha=0.3))
+                panel.plot(*shallow.plotted(one, "objective"), **line(index, label=_LABELS[arm]))
         minimum = results.of(seed=self.config.seeds[0])[-1].values["grid_minimum"]
         panel.axhline(minimum, color="#444444", linestyle=":", label="the grid's global minimum")
         label(panel, "iteration (pale: sampled)", "objective", log="xy")

@@ -8,24 +8,14 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from solver_plugins.dropblock import GridBlocks, global_minimum, theta_bar_of
+from solver_plugins.dropblock import GridBlocks
 from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.studies.dropblock_shallow import (
-    REFERENCE,
-    ShallowConfig,
-    ShallowStudy,
-    check_thetas,
-    objective_of,
-    synthetic,
-    train,
-)
+from solver_plugins.studies import dropblock_shallow as shallow
 from solver_plugins.studies.figures import COLOURS, label, legend, name_each, new_figure, whole_numbers
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 
-TRAINED = "trained"
 
-
-class RankConfig(ShallowConfig):
+class RankConfig(shallow.ShallowConfig):
     """Settings of the study of rank and balance."""
 
     thetas: list[float] = Field([0.3, 0.5, 0.7, 0.9], min_length=1, description="Retain probabilities.")
@@ -38,31 +28,28 @@ class RankConfig(ShallowConfig):
             if size < 1:
                 raise ValueError(f"expected block sizes of at least one; found {size}")
             check_divides(size, self.sizes.hidden)
-        check_thetas(self.thetas)
+        shallow.check_thetas(self.thetas)
         return self
 
 
 @register_study
-class DropBlockRank(ShallowStudy[RankConfig]):
+class DropBlockRank(shallow.ShallowStudy[RankConfig]):
     """Rank and balance of trained networks over retain probabilities and block sizes, against Theorems 2.5 and 2.7."""
 
     name = "dropblock-rank"
-    reference = f"Theorems 2.5 to 2.7 {REFERENCE}; the paper has no such table"
+    reference = f"Theorems 2.5 to 2.7 {shallow.REFERENCE}; the paper has no such table"
     Config = RankConfig
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(TRAINED, seed, (("theta", theta), ("block", size)))
-            for theta in self.config.thetas
-            for size in self.config.block_sizes
-            for seed in self.config.seeds
-        ]
+        config = self.config
+        return Cell.grid(arm=["trained"], theta=config.thetas, block=config.block_sizes, seed=config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config, theta, r = self.config, float(cell["theta"]), int(cell["block"])
-        problem = synthetic(config.sizes, cell.seed)
-        minimum = global_minimum(problem.Y, theta_bar_of(theta, config.sizes.hidden, r), r, problem.X)
-        trained = train(problem, config.descent, objective_of(problem, GridBlocks(theta, r)), None, context)
+        problem = shallow.synthetic(config.sizes, cell.seed)
+        minimum = problem.minimum(theta, r)
+        objective = shallow.objective_of(problem, GridBlocks(theta, r))
+        trained = shallow.train(problem, config.descent, objective, None, context)
         found = torch.linalg.svdvals(problem.X @ trained.V @ trained.U.mT)
         predicted = minimum.singular_values
         return {

@@ -14,8 +14,8 @@ from pydantic import Field
 from torch import Tensor
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.dropblock import Scheme, omega
-from solver_plugins.studies.figures import nan_for_none
+from solver_plugins.dropblock import GlobalMinimum, Scheme, global_minimum, omega, theta_bar_of
+from solver_plugins.studies.figures import COLOURS, label, legend, nan_for_none
 from solver_plugins.studies.study import Context, Measured, Study, StudyConfig, finite, shown
 from solver_plugins.train.randomness import seed_for
 
@@ -42,6 +42,10 @@ class Descent(StrictConfig):
     iterations: int = Field(6000, ge=2, description="Steps; one batch and one draw of masks each.")
     batch_size: int | None = Field(None, ge=1, description="Samples of a step; all of them by default.")
 
+    def rate(self, step: int) -> float:
+        """Returns the learning rate of a step."""
+        return self.lr * (1.0 if self.schedule == "constant" else (1 + math.cos(math.pi * step / self.iterations)) / 2)
+
 
 class ShallowConfig(StudyConfig):
     """What the studies of the synthetic problem share."""
@@ -51,29 +55,10 @@ class ShallowConfig(StudyConfig):
 
 
 def check_thetas(thetas: list[float]) -> None:
-    """Raises for a retain probability that is none."""
+    """Raises for a number that is no retain probability."""
     wrong = [theta for theta in thetas if not 0 < theta < 1]
     if wrong:
         raise ValueError(f"expected every theta, the probability that a unit is kept, in (0, 1); found {wrong[0]}")
-
-
-C = TypeVar("C", bound=ShallowConfig)
-
-
-class ShallowStudy(Study[C]):
-    """A study of the synthetic problem."""
-
-    tags = ("dropblock", "synthetic")
-
-    def _ending(self, one: Measured, key: str, form: str) -> tuple[str, str, str]:
-        """Returns three entries of a table: the objective at the end, a value of the cell, and the agreement."""
-        found = one.values
-        ratio, error = found["sampled_over_deterministic"], found["standard_error"]
-        return (
-            shown(found["final"], ".6g", "diverged"),
-            shown(found[key], form, "-"),
-            "-" if ratio is None else f"{ratio:.4f} ± {error:.4f}",
-        )
 
 
 @dataclass(frozen=True)
@@ -102,6 +87,10 @@ class Problem:
             return self
         Q, R = torch.linalg.qr(self.X)
         return Problem(R, Q.mT @ self.Y, self.U, self.V)
+
+    def minimum(self, theta: float, r: int) -> GlobalMinimum:
+        """Returns the closed form (Theorem 2.7) for blocks of ``r`` on a grid, which are kept with ``theta``."""
+        return global_minimum(self.Y, theta_bar_of(theta, self.U.shape[1], r), r, self.X)
 
 
 def synthetic(sizes: Sizes, seed: int, shape_inputs: Callable[[Tensor], Tensor] = lambda X: X) -> Problem:
@@ -145,12 +134,15 @@ class Trained:
         pairs = zip(self.sampled, self.objective, strict=False)
         ratios = torch.tensor([one / other for one, other in pairs], dtype=torch.float64)
         compared = len(ratios) > 1 and bool(torch.isfinite(ratios).all())
-        curves: dict[str, Any] = {"iteration": self.iterations, "sampled": self.sampled, "objective": self.objective}
         return {
             "final": finite(self.objective[-1]),
             "sampled_over_deterministic": float(ratios.mean()) if compared else None,
             "standard_error": float(ratios.std() / math.sqrt(len(ratios))) if compared else None,
-            "curves": {key: [finite(value) for value in values] for key, values in curves.items()},
+            "curves": {
+                "iteration": self.iterations,
+                "sampled": [finite(value) for value in self.sampled],
+                "objective": [finite(value) for value in self.objective],
+            },
         }
 
 
@@ -165,6 +157,8 @@ def train(
 ) -> Trained:
     """Trains the network with sampled masks, or without any on the deterministic objective itself.
 
+    The loop of the matrix problems: they descend on a closed form in float64 and read curves at steps, not epochs.
+
     Args:
         problem: Data and first weights.
         descent: The schedule.
@@ -177,21 +171,19 @@ def train(
     U, V = (one.to(dtype, copy=True).requires_grad_() for one in (problem.U, problem.V))
     count = len(X)
     size = min(descent.batch_size or count, count)
-    optimizer = _optimizer(descent, [U, V])
+    plain = descent.optimizer == "sgd"
+    optimizer = torch.optim.SGD([U, V]) if plain else torch.optim.Adam([U, V], betas=(0.9, 0.99))
     read_at = _places(descent.iterations)
     places: list[int] = []
     sampled: list[float] = []
     objectives: list[float] = []
     for step in context.steps(descent.iterations):
-        for one in optimizer.param_groups:
-            one["lr"] = descent.lr * _factor(descent, step)
+        optimizer.param_groups[0]["lr"] = descent.rate(step)
         if predict is None:
             value = objective(U, V)
-            loss = value / (2 * count)
         else:
             rows = slice(None) if size == count else torch.randint(count, (size,))
             value = (Y[rows] - predict(X[rows], V, U)).square().sum() * (count / size)
-            loss = value / (2 * count)
         if step in read_at:
             places.append(step)
             with torch.no_grad():
@@ -199,30 +191,16 @@ def train(
             if predict is not None:
                 sampled.append(float(value.detach()))
         optimizer.zero_grad()
-        loss.backward()
+        (value / (2 * count)).backward()
         optimizer.step()
     U, V = U.detach().double(), V.detach().double()
-    places.append(descent.iterations)
-    objectives.append(float(objective(U, V)))
-    return Trained(U, V, places, sampled, objectives)
+    return Trained(U, V, [*places, descent.iterations], sampled, [*objectives, float(objective(U, V))])
 
 
 def _places(iterations: int) -> set[int]:
     even = torch.linspace(0, iterations - 1, POINTS // 2)
     powers = torch.logspace(0, math.log10(iterations), POINTS // 2) - 1
     return {min(max(int(place), 0), iterations - 1) for place in torch.cat([even, powers]).round().tolist()}
-
-
-def _optimizer(descent: Descent, weights: list[Tensor]) -> torch.optim.Optimizer:
-    if descent.optimizer == "sgd":
-        return torch.optim.SGD(weights, lr=descent.lr)
-    return torch.optim.Adam(weights, lr=descent.lr, betas=(0.9, 0.99))
-
-
-def _factor(descent: Descent, step: int) -> float:
-    if descent.schedule == "constant":
-        return 1.0
-    return 0.5 * (1 + math.cos(math.pi * step / descent.iterations))
 
 
 def objective_of(problem: Problem, scheme: Scheme) -> Objective:
@@ -241,7 +219,36 @@ def objective_with(problem: Problem, cbar: Tensor) -> Objective:
     return objective
 
 
+C = TypeVar("C", bound=ShallowConfig)
+
+
+class ShallowStudy(Study[C]):
+    """A study of the synthetic problem."""
+
+    tags = ("dropblock", "synthetic")
+
+
+def ending(one: Measured, key: str, form: str) -> tuple[str, str, str]:
+    """Returns what a table says of the end of a cell: its objective, one of its values, and how sampling agrees."""
+    found, ratio = one.values, one.values["sampled_over_deterministic"]
+    agreement = "-" if ratio is None else f"{ratio:.4f} ± {found['standard_error']:.4f}"
+    return shown(found["final"], ".6g", "diverged"), shown(found[key], form, "-"), agreement
+
+
 def plotted(one: Measured, key: str) -> tuple[list[int], list[float]]:
     """Returns the iterations, counted from one, and the values of a curve of a cell, for ``plot``."""
     curves = one.values["curves"]
     return [1 + step for step in curves["iteration"][: len(curves[key])]], nan_for_none(curves[key])
+
+
+def draw_sampled(panel: Any, one: Measured, name: str) -> None:
+    """Draws the objectives of a cell with masks and in expectation."""
+    panel.plot(*plotted(one, "sampled"), color=COLOURS[5], linewidth=1, label=f"{name}, stochastic")
+    panel.plot(*plotted(one, "objective"), color=COLOURS[0], label=f"{name}, deterministic")
+
+
+def name_panels(title: str, *panels: Any) -> None:
+    """Names panels of objectives over iterations, on logarithmic axes, and the first of them by a title."""
+    for number, panel in enumerate(panels):
+        label(panel, "iteration", "objective", None if number else title, log="xy")
+        legend(panel)

@@ -49,12 +49,7 @@ class OptEqAlpha(OptEqStudy[AlphaConfig]):
         return self.config.network.make(self._images, alpha=alpha, solver=solver, grad=arm)
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(arm, seed, (("alpha", alpha),))
-            for arm in ARMS
-            for alpha in self.config.alphas
-            for seed in self.config.seeds
-        ]
+        return Cell.grid(arm=ARMS, alpha=self.config.alphas, seed=self.config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         fitting = self.config.fitting

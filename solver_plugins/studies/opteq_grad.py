@@ -80,7 +80,7 @@ class OptEqGrad(Study[GradConfig]):
 
     def cells(self) -> list[Cell]:
         # All modes of a map are one cell: they take turns, so that a slow moment hits all of them.
-        return [Cell(one.name, seed) for one in self.config.maps for seed in self.config.seeds]
+        return Cell.grid(arm=[one.name for one in self.config.maps], seed=self.config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config = self.config

@@ -7,18 +7,10 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.config import StrictConfig
+from solver_plugins.studies import proxprop_networks as networks
 from solver_plugins.studies.figures import label, legend, line, new_figure, whole_numbers
 from solver_plugins.studies.images import ImageConfig, ImageStudy
-from solver_plugins.studies.proxprop_networks import (
-    BACKPROP,
-    REFERENCE,
-    Training,
-    check_arms,
-    conv_net,
-    label_of,
-    mlp,
-    train_network,
-)
+from solver_plugins.studies.proxprop_networks import BACKPROP, REFERENCE, Training, label_of, train_network
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 from solver_plugins.train.errors import DataError
 
@@ -44,7 +36,7 @@ class _Network(StrictConfig):
     @pydantic.field_validator("arms")
     @classmethod
     def _known(cls, arms: list[str]) -> list[str]:
-        check_arms(arms)
+        networks.check_arms(arms)
         return arms
 
 
@@ -98,10 +90,9 @@ class ProxPropConvergence(ImageStudy[ProgressConfig]):
 
     def cells(self) -> list[Cell]:
         return [
-            Cell(arm, seed, (("network", name),))
+            cell
             for name, section in self._networks().items()
-            for arm in section.arms
-            for seed in self.config.seeds
+            for cell in Cell.grid(network=[name], arm=section.arms, seed=self.config.seeds)
         ]
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
@@ -115,9 +106,9 @@ class ProxPropConvergence(ImageStudy[ProgressConfig]):
 
     def _make(self, section: _Network) -> nn.Module:
         if isinstance(section, ConvSection):
-            return conv_net(self._images.shape, section.filters, self._images.classes)
+            return networks.conv_net(self._images.shape, section.filters, self._images.classes)
         assert isinstance(section, MlpSection)
-        return mlp(self._images.shape, section.hidden, self._images.classes)
+        return networks.mlp(self._images.shape, section.hidden, self._images.classes)
 
     def tables(self, results: Results) -> list[Table]:
         columns = (
@@ -156,9 +147,9 @@ class ProxPropConvergence(ImageStudy[ProgressConfig]):
         }
 
     def draw(self, results: Results) -> Any:
-        networks = self._networks()
-        figure, axes = new_figure(len(networks), 3)
-        for (name, section), (by_epoch, by_time, accuracy) in zip(networks.items(), axes, strict=True):
+        sections = self._networks()
+        figure, axes = new_figure(len(sections), 3)
+        for (name, section), (by_epoch, by_time, accuracy) in zip(sections.items(), axes, strict=True):
             for index, arm in enumerate(section.arms):
                 for one in results.of(arm=arm, network=name, seed=self.config.seeds[0]):
                     curves = one.values["curves"]

@@ -6,17 +6,10 @@ from typing import Any, Self
 import pydantic
 from pydantic import Field
 
+from solver_plugins.studies import proxprop_networks as networks
 from solver_plugins.studies.figures import label, legend, line, nan_for_none, new_figure
 from solver_plugins.studies.images import ImageConfig, ImageStudy
-from solver_plugins.studies.proxprop_networks import (
-    BACKPROP,
-    REFERENCE,
-    Training,
-    check_arms,
-    label_of,
-    mlp,
-    train_network,
-)
+from solver_plugins.studies.proxprop_networks import BACKPROP, REFERENCE, Training, label_of, train_network
 from solver_plugins.studies.study import Cell, Context, Results, Table, mean, register_study, shown
 
 _RATES = (50, 10, 5, 1, 0.5, 0.1, 0.05, 5e-3, 5e-4)
@@ -41,7 +34,7 @@ class StabilityConfig(ImageConfig):
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> Self:
-        check_arms(self.arms)
+        networks.check_arms(self.arms)
         if min(self.rates) <= 0 or min(self.hidden) < 1:
             raise ValueError("expected rates above zero and hidden layers of at least one unit")
         return self
@@ -57,15 +50,10 @@ class ProxPropStability(ImageStudy[StabilityConfig]):
     Config = StabilityConfig
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(arm, seed, (("lr", rate),))
-            for arm in self.config.arms
-            for rate in self.config.rates
-            for seed in self.config.seeds
-        ]
+        return Cell.grid(arm=self.config.arms, lr=self.config.rates, seed=self.config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        model = mlp(self._images.shape, self.config.hidden, self._images.classes)
+        model = networks.mlp(self._images.shape, self.config.hidden, self._images.classes)
         done = train_network(
             model, self._images, self.config.training, cell.arm, float(cell["lr"]), self.config.tau_theta, cell.seed,
             context,

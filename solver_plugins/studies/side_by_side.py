@@ -55,7 +55,7 @@ class SideBySide(ImageStudy[C]):
         """Returns what the report says about network, data and training."""
 
     def cells(self) -> list[Cell]:
-        return [Cell(arm, seed) for seed in self.config.seeds for arm in self.arms]
+        return Cell.grid(seed=self.config.seeds, arm=self.arms)
 
     def tables(self, results: Results) -> list[Table]:
         data = self.config.data

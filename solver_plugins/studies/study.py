@@ -13,6 +13,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
@@ -68,6 +69,15 @@ class Cell:
     def __getitem__(self, key: str) -> Value:
         return dict(self.setting)[key]
 
+    @classmethod
+    def grid(cls, **values: Iterable[Value]) -> list["Cell"]:
+        """Returns a cell for every combination of values, of which the last varies fastest.
+
+        ``arm`` and ``seed`` are two of the names; all others are settings.
+        """
+        made: list[dict[str, Any]] = [dict(zip(values, one, strict=True)) for one in product(*values.values())]
+        return [cls(one.pop("arm"), one.pop("seed"), tuple(one.items())) for one in made]
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -103,6 +113,10 @@ class Results(list[Measured]):
     def each(self, key: str) -> list[Any]:
         """Returns one value of every cell."""
         return [one.values[key] for one in self]
+
+    def known(self, key: str) -> list[float]:
+        """Returns a value of the cells that have it."""
+        return [value for value in self.each(key) if value is not None]
 
     def mean(self, key: str) -> float | None:
         """Returns the mean of a value; None where no cell has it."""
