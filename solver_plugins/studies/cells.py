@@ -6,7 +6,6 @@ one. Several processes take cells from the same folder: a file that only one of 
 
 import contextlib
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from solver_plugins.config import load_yaml
 from solver_plugins.studies.errors import CellError
 from solver_plugins.studies.study import Cell, Measured, StudyConfig
 from solver_plugins.train.errors import OutputError
-from solver_plugins.train.outputs import whole_file, write_whole
+from solver_plugins.train.outputs import check_same, holds_run, remove_run, whole_file, write_whole
 
 STUDY = "study.yaml"
 CELLS = "cells"
@@ -25,7 +24,7 @@ METRICS = "metrics.json"
 TABLE = "table.md"
 FIGURE = "figure.png"
 _STOP = ".stop"
-_ADVICE = "choose another --output, or replace it with --overwrite."
+_ADVICE = "choose another --output, or replace it with --overwrite"
 
 
 class RunFolder:
@@ -54,21 +53,11 @@ class RunFolder:
 
     def _open(self, study: str, scale: str, config: StudyConfig, overwrite: bool) -> None:
         place = self.place
-        if place.exists() and not place.is_dir():
-            raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")
-        held = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
-        if held and STUDY not in held:
-            raise OutputError(
-                f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of a study: choose "
-                "another with --output."
-            )
-        if held and overwrite:
-            # Whose it is last: what is left of an interrupted removal is a run still.
-            for name in (CELLS, METRICS, TABLE, FIGURE, STUDY):
-                path = place / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        elif held:
-            self._check_same(study, config)
+        if holds_run(place, STUDY, "a study", "with --output"):
+            if overwrite:
+                remove_run(place, CELLS, METRICS, TABLE, FIGURE, STUDY)
+            else:
+                self._check_same(study, config)
         (place / CELLS).mkdir(parents=True, exist_ok=True)
         # What processes that were killed had begun.
         for path in (place / CELLS).glob(".*"):
@@ -83,17 +72,10 @@ class RunFolder:
             other, options = before["study"], dict(before["config"])
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             found = f"{type(error).__name__}: {error}"
-            raise OutputError(f"Cannot read {str(self.place / STUDY)!r} ({found}): {_ADVICE}") from None
+            raise OutputError(f"Cannot read {str(self.place / STUDY)!r} ({found}): {_ADVICE}.") from None
         if other != study:
-            raise OutputError(f"The output folder {str(self.place)!r} holds a run of the study {other!r}: {_ADVICE}")
-        now = config.options()
-        different = [key for key in {**options, **now} if options.get(key) != now.get(key)]
-        if different:
-            key = different[0]
-            raise OutputError(
-                f"The run in {str(self.place)!r} has another {', '.join(different)} (there {key}: "
-                f"{options.get(key)!r}, now {now.get(key)!r}), so it cannot go on: {_ADVICE}"
-            )
+            raise OutputError(f"The output folder {str(self.place)!r} holds a run of the study {other!r}: {_ADVICE}.")
+        check_same(self.place, options, config.options(), _ADVICE)
 
     @property
     def cells(self) -> Path:

@@ -19,10 +19,10 @@ from solver_plugins.errors import OptionError
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solvers.problem import Formulation
-from solver_plugins.studies.deeplayers_report import TableRow, draw_table, gains, report, summarise
+from solver_plugins.studies.deeplayers_report import TableRow, draw_table, pairs, report, solved
 from solver_plugins.studies.errors import CellError
 from solver_plugins.studies.images import ImageConfig, ImageData, ImageStudy, normalised
-from solver_plugins.studies.study import Cell, Context, Results, Table, Value
+from solver_plugins.studies.study import Cell, Context, Results, Table, Value, mean
 from solver_plugins.studies.training import EVALUATION_BATCH, Fitting, fit, scores
 from solver_plugins.surgery import apply_conversion, conversion_of, convert_model, revert_model
 from solver_plugins.train.evaluate import Scores, samples_in_evaluation
@@ -182,7 +182,7 @@ class DeepLayersTable(ImageStudy[C]):
         return {"lr": rate, **begun, **found, **self._test(cell, model, parts["test"], bool(found["diverged"]))}
 
     def _train_first(self, cell: Cell, model: nn.Module, settings: Fitting, context: Context) -> dict[str, Any]:
-        parts = self._ready(context)
+        parts = self._ready(model, context)
         found = self._train(cell, model, parts, settings, context)
         if found["diverged"]:
             raise OptionError(f"The network of {cell.name} did not train: its loss is not finite. Lower first.lr.")
@@ -198,20 +198,22 @@ class DeepLayersTable(ImageStudy[C]):
 
     def _inputs(self, model: nn.Module, seed: int, context: Context) -> dict[str, Part]:
         """Returns what the trained part of a network reads."""
-        return self._ready(context)
+        return self._ready(model, context)
+
+    def _ready(self, model: nn.Module, context: Context) -> dict[str, Part]:
+        """Returns the images, which are prepared once for all cells."""
+        if not self._parts:
+            parts = {key: self._prepared(model, part, context) for key, part in self._splits().items()}
+            self._parts = {key: part.channels_last() for key, part in parts.items()}
+        return self._parts
+
+    def _prepared(self, model: nn.Module, part: Part, context: Context) -> Part:
+        """Returns a split as a network expects it."""
+        return normalised(part, self._images.train, context.device, self.config.image_size)
 
     def _trained(self, model: nn.Module) -> nn.Module:
         """Returns the part of a network that is trained and converted."""
         return model
-
-    def _ready(self, context: Context) -> dict[str, Part]:
-        if not self._parts:
-            known, size = self._images.train, self.config.image_size
-            self._parts = {
-                key: normalised(part, known, context.device, size).channels_last()
-                for key, part in self._splits().items()
-            }
-        return self._parts
 
     def _splits(self) -> dict[str, Part]:
         """Returns the images as they were loaded."""
@@ -318,8 +320,8 @@ class DeepLayersTable(ImageStudy[C]):
         rows = self.rows(results)
         edges = {self.config.search.rates[0], self.config.search.rates[-1]}
         return {
-            **summarise(rows),
-            **{f"{row.key}_gain": gain for row, gain in gains(rows, self.arms()[0]).items()},
+            **{f"{row.key}_accuracy": row.accuracy for row in rows},
+            **{f"{row.key}_gain": mean(pairs(row, rows, self.arms()[0])) for row in solved(rows, self.arms()[0])},
             # A search that ends at its edge has not found the best.
             "at_the_edge_of_the_search": sorted(
                 {row.key for row in rows if row.arm != FIRST and len(edges) > 1 and edges & set(row.rates)}

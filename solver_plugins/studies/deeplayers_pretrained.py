@@ -107,14 +107,9 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
             **one.args,
         }
 
-    def _inputs(self, model: nn.Module, seed: int, context: Context) -> dict[str, Part]:
-        if not self._parts:
-            section, known, size = self.config.model, self._images.train, self.config.image_size
-            self._parts = {
-                key: prepared(section, model, part, known, context.device, size).channels_last()
-                for key, part in self._splits().items()
-            }
-        return self._parts
+    def _prepared(self, model: nn.Module, part: Part, context: Context) -> Part:
+        config = self.config
+        return prepared(config.model, model, part, self._images.train, context.device, config.image_size)
 
     def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part]) -> dict[str, Any]:
         compared = cell["stage"] == FINAL

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from solver_plugins.studies.figures import COLOURS, label, legend, line, nan_for_none, new_figure, whole_numbers
-from solver_plugins.studies.study import Results, Table, Value, mean, shown, spread
+from solver_plugins.studies.study import Results, Table, Value, shown, spread
 
 if TYPE_CHECKING:
     from solver_plugins.studies.deeplayers import TableConfig
@@ -46,11 +46,6 @@ class TableRow:
         return sorted({one.values["lr"] for one in self.found if "lr" in one.values})
 
 
-def summarise(rows: list[TableRow]) -> dict[str, Any]:
-    """Returns the accuracies by row."""
-    return {f"{row.key}_accuracy": row.accuracy for row in rows}
-
-
 def pairs(row: TableRow, rows: list[TableRow], plain: str) -> list[float | None]:
     """Returns what an arm gains over the plain one, seed by seed."""
     (other,) = [one for one in rows if one.group == row.group and one.arm == plain]
@@ -58,12 +53,8 @@ def pairs(row: TableRow, rows: list[TableRow], plain: str) -> list[float | None]
     return [None if a is None or b is None else a - b for a, b in both]
 
 
-def gains(rows: list[TableRow], plain: str) -> dict[TableRow, float | None]:
-    """Returns what every arm with a solver gains over the plain one, in points."""
-    return {row: mean(pairs(row, rows, plain)) for row in _solved(rows, plain)}
-
-
-def _solved(rows: list[TableRow], plain: str) -> list[TableRow]:
+def solved(rows: list[TableRow], plain: str) -> list[TableRow]:
+    """Returns the rows of the arms with a solver."""
     return [row for row in rows if row.arm not in (plain, "first")]
 
 
@@ -81,7 +72,7 @@ def report(rows: list[TableRow], plain: str, config: "TableConfig", title: str) 
         Table(
             f"Points gained over '{plain}', with the same training",
             ("", "paper", "ours", "seeds that gain"),
-            [_gain(row, rows, plain) for row in _solved(rows, plain)],
+            [_gain(row, rows, plain) for row in solved(rows, plain)],
         ),
         *search_tables(rows, config),
     ]

@@ -114,27 +114,27 @@ class VGGTable(DeepLayersTable[C]):
     def _tests_first(self) -> bool:
         return super()._tests_first() and not self.config.frozen
 
-    def _begin(self, model: nn.Module, first: Cell, context: Context) -> nn.Module:
+    def _begin(self, model: Any, first: Cell, context: Context) -> nn.Module:
         if not self.config.frozen:
             return super()._begin(model, first, context)
-        state = read_first(first, context)
-        body: nn.Module = model.body  # type: ignore[assignment]
-        body.load_state_dict({key.removeprefix("body."): one for key, one in state.items() if key.startswith("body.")})
-        return model.to(context.device)
+        kept = {key: value for key, value in read_first(first, context).items() if key.startswith("body.")}
+        model.body.load_state_dict({key.removeprefix("body."): value for key, value in kept.items()})
+        moved: nn.Module = model.to(context.device)
+        return moved
 
-    def _inputs(self, model: nn.Module, seed: int, context: Context) -> dict[str, Part]:
+    def _inputs(self, model: Any, seed: int, context: Context) -> dict[str, Part]:
         parts = super()._inputs(model, seed, context)
         if not self.config.frozen:
             return parts
         if seed not in self._features:
             # One seed at a time: features may be as large as the images.
-            body: nn.Module = model.body  # type: ignore[assignment]
+            body = model.body
             self._features = {seed: {key: Part(collected(body, one, body), one.labels) for key, one in parts.items()}}
         return self._features[seed]
 
-    def _trained(self, model: nn.Module) -> nn.Module:
-        head: nn.Module = model.head  # type: ignore[assignment]
-        return head if self.config.frozen else model
+    def _trained(self, model: Any) -> nn.Module:
+        trained: nn.Module = model.head if self.config.frozen else model
+        return trained
 
     def targets(self, both: bool) -> dict[str, Any]:
         """Returns which fully connected layers become solvers: the last one, or both, but never the classifier."""

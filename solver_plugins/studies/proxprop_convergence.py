@@ -98,10 +98,9 @@ class ProxPropConvergence(ImageStudy[ProgressConfig]):
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         section = self._networks()[str(cell["network"])]
         lr = section.backprop_lr if cell.arm == BACKPROP else section.lr
-        done = train_network(
+        values = train_network(
             self._make(section), self._images, section.training, cell.arm, lr, section.tau_theta, cell.seed, context
         )
-        values = done.values()
         return {**values, "training_seconds": values["curves"]["seconds"][-1]}
 
     def _make(self, section: _Network) -> nn.Module:

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import Field
@@ -51,36 +50,6 @@ class Training(StrictConfig):
         return TrainSettings(self.epochs, OptimizerSection(opt=opt, lr=lr, weight_decay=0.0, momentum=self.momentum))
 
 
-@dataclass
-class Curves:
-    """What was measured before the first epoch and after each one, until the end or until training diverged.
-
-    Attributes:
-        loss: Over the whole training split, without ProxProp or dropout.
-        accuracy: On the validation split, in percent.
-        seconds: Of training, without evaluation.
-        diverged: Whether a loss, an activation, a gradient or a weight was not finite any more.
-        test_accuracy: On the test split at the end, in percent, if there is one and training did not diverge.
-    """
-
-    loss: list[float] = field(default_factory=list)
-    accuracy: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    diverged: bool = False
-    test_accuracy: float | None = None
-
-    def values(self) -> dict[str, Any]:
-        """Returns what a cell's file holds."""
-        return {
-            "diverged": self.diverged,
-            "loss": None if self.diverged else self.loss[-1],
-            "validation_accuracy": None if self.diverged else self.accuracy[-1],
-            "best_validation_accuracy": max(self.accuracy, default=None),
-            "test_accuracy": self.test_accuracy,
-            "curves": {"loss": self.loss, "accuracy": self.accuracy, "seconds": self.seconds},
-        }
-
-
 def mlp(shape: tuple[int, int, int], hidden: list[int], classes: int) -> nn.Module:
     """Returns the fully connected network; the paper's is 3072-4000-1000-4000-10."""
     sizes = [math.prod(shape), *hidden]
@@ -106,19 +75,26 @@ def conv_net(shape: tuple[int, int, int], filters: list[int], classes: int) -> n
 def train_network(
     model: nn.Module, images: Images, settings: Training, mode: str, lr: float, tau_theta: float, seed: int,
     context: Context,
-) -> Curves:  # fmt: skip
-    """Trains with plain gradients (mode "backprop") or ProxProp's ("exact", "cg3"), until the end or divergence."""
+) -> dict[str, Any]:  # fmt: skip
+    """Trains with plain gradients (mode "backprop") or ProxProp's ("exact", "cg3"), until the end or divergence.
+
+    Returns:
+        What a cell's file holds. The curves are read before the first epoch and after each one: the loss over the whole
+        training split, the accuracy on the validation split in percent, and the seconds of training alone.
+    """
     model = model.to(context.device)
     train, validation = (part.to(context.device) for part in (images.train, images.validation))
-    curves = Curves()
+    losses: list[float] = []
+    accuracies: list[float] = []
+    seconds: list[float] = []
 
-    def look(seconds: float) -> None:
+    def look(spent: float) -> None:
         loss = scores(model, train).loss
         if not math.isfinite(loss):
             raise DivergedError(f"The loss over the training split is {loss}.")
-        curves.loss.append(loss)
-        curves.accuracy.append(scores(model, validation).accuracy)
-        curves.seconds.append(seconds)
+        losses.append(loss)
+        accuracies.append(scores(model, validation).accuracy)
+        seconds.append(spent)
 
     look(0.0)
     section = None if mode == BACKPROP else ProxPropSection(mode=mode, tau_theta=tau_theta)
@@ -126,7 +102,12 @@ def train_network(
         model, Shuffled(train, settings.batch_size, seed, rest=True), settings.settings(lr), context,
         additions=Additions(section), hooks=Hooks(after_epoch=(lambda loop: look(loop.progress.seconds),)),
     )  # fmt: skip
-    curves.diverged = done.diverged
-    if images.test is not None and not done.diverged:
-        curves.test_accuracy = scores(model, images.test.to(context.device)).accuracy
-    return curves
+    tested = images.test is not None and not done.diverged
+    return {
+        "diverged": done.diverged,
+        "loss": None if done.diverged else losses[-1],
+        "validation_accuracy": None if done.diverged else accuracies[-1],
+        "best_validation_accuracy": max(accuracies, default=None),
+        "test_accuracy": scores(model, images.test.to(context.device)).accuracy if tested else None,  # type: ignore[union-attr]
+        "curves": {"loss": losses, "accuracy": accuracies, "seconds": seconds},
+    }

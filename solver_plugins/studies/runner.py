@@ -4,7 +4,7 @@ import json
 import platform
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -61,34 +61,40 @@ def run_study(
     """
     study = STUDIES.get(name)(config)
     stages = study.stages()
-    cells = [cell for stage in stages for cell in stage]
-    _check_cells(name, cells)
+    _check_cells(study, stages)
     folder = RunFolder(Path(output).expanduser())
     with Team() as team:
         # Before the folder is made: a mistake in the config leaves nothing behind.
-        failed = _attempt(study.prepare)
-        team.agree(failed)
+        team.agree(_attempt(study.prepare))
         team.first(lambda: folder.open(name, scale, config, overwrite))
         results = Results()
         for stage in stages:
-            team.agree(_attempt(partial(_measure, study, stage, results, cells, folder, team)))
+            team.agree(_attempt(partial(_measure, study, stage, results, folder, team)))
             results = Results([*results, *(folder.load(cell) for cell in stage)])
         metrics = _metrics(study, scale, results, team)
         tables = study.tables(results)
-        team.first(lambda: _report(study, results, tables, metrics, folder, command))
+
+        def report() -> None:
+            figure = study.draw(results)
+            folder.write_file(FIGURE, lambda path: save_figure(figure, path))
+            folder.write(TABLE, page(study, tables, metrics, command))
+            # Last: who finds it finds the others, too.
+            folder.write(METRICS, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
+
+        team.first(report)
     return StudyOutcome(folder.place, tables, metrics)
 
 
-def _check_cells(name: str, cells: list[Cell]) -> None:
-    names = [cell.name for cell in cells]
+def _check_cells(study: Study[Any], stages: list[list[Cell]]) -> None:
+    names = [cell.name for stage in stages for cell in stage]
     if not names:
-        raise OptionError(f"The study {name!r} has nothing to measure with these settings.")
+        raise OptionError(f"The study {study.name!r} has nothing to measure with these settings.")
     twice = sorted({one for one in names if names.count(one) > 1})
     if twice:
-        raise OptionError(f"The study {name!r} would measure {twice[0]} twice; give each value once.")
+        raise OptionError(f"The study {study.name!r} would measure {twice[0]} twice; give each value once.")
 
 
-def _attempt(do: Any) -> Exception | None:
+def _attempt(do: Callable[[], None]) -> Exception | None:
     """Returns the error, so that the other processes can be told of it before it is raised."""
     try:
         do()
@@ -97,15 +103,14 @@ def _attempt(do: Any) -> Exception | None:
     return None
 
 
-def _measure(
-    study: Study[Any], stage: list[Cell], earlier: Results, cells: list[Cell], folder: RunFolder, team: Team
-) -> None:
-    """Measures what is not done of a stage; ``cells`` are those of all stages, for the progress bar."""
+def _measure(study: Study[Any], stage: list[Cell], earlier: Results, folder: RunFolder, team: Team) -> None:
+    """Measures the cells of a stage that are not done yet."""
     talks = team.index == 0
-    with tqdm(total=len(cells), desc=study.name, unit="cell", disable=None if talks else True) as bar:
-        for cell in stage:
-            bar.update(sum(folder.is_done(one) for one in cells) - bar.n if talks else 0)
-            if not folder.claim(cell):
+    everything = [cell for one in study.stages() for cell in one]
+    with tqdm(total=len(everything), desc=study.name, unit="cell", disable=None if talks else True) as bar:
+        for cell in (*stage, None):
+            bar.update(sum(folder.is_done(one) for one in everything) - bar.n if talks else 0)
+            if cell is None or not folder.claim(cell):
                 continue
             try:
                 folder.save(_run_cell(study, cell, team.device, talks, earlier, folder.cells))
@@ -113,7 +118,6 @@ def _measure(
                 # Also when it is interrupted: nobody should begin another cell.
                 folder.stop()
                 raise
-        bar.update(sum(folder.is_done(one) for one in cells) - bar.n if talks else 0)
 
 
 def _run_cell(
@@ -130,21 +134,17 @@ def _run_cell(
 
 
 def _metrics(study: Study[Any], scale: str, results: Results, team: Team) -> dict[str, Any]:
+    cells = []
+    for one in results:
+        values = {key: value for key, value in one.values.items() if key != "curves"}
+        cells.append({"arm": one.cell.arm, "seed": one.cell.seed, **dict(one.cell.setting), **values})
     return {
         "study": study.name,
         "reference": study.reference,
         "scale": scale,
         "config": study.config.options(),
         "summary": study.summary(results),
-        "cells": [
-            {
-                "arm": one.cell.arm,
-                "seed": one.cell.seed,
-                **dict(one.cell.setting),
-                **{key: value for key, value in one.values.items() if key != "curves"},
-            }
-            for one in results
-        ],
+        "cells": cells,
         "made": {
             "date": datetime.now(UTC).date().isoformat(),
             "torch": torch.__version__,
@@ -165,21 +165,6 @@ def _processor() -> str:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
-
-
-def _report(
-    study: Study[Any],
-    results: Results,
-    tables: list[Table],
-    metrics: dict[str, Any],
-    folder: RunFolder,
-    command: str | None,
-) -> None:
-    figure = study.draw(results)
-    folder.write_file(FIGURE, lambda path: save_figure(figure, path))
-    folder.write(TABLE, page(study, tables, metrics, command))
-    # Last: who finds it finds the others, too.
-    folder.write(METRICS, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
 
 
 def page(study: Study[Any], tables: list[Table], metrics: dict[str, Any], command: str | None) -> str:

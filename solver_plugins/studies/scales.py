@@ -11,13 +11,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from solver_plugins.config import load_yaml
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.shipped import shipped_file, shipped_folders
 from solver_plugins.studies.study import STUDIES, StudyConfig
-from solver_plugins.train.config import apply_change
+from solver_plugins.train.config import apply_change, read_options
 
 SCALES = ("smoke", "short", "paper")
 
@@ -32,9 +29,7 @@ def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = 
     study = STUDIES.get(name)
     if scale not in SCALES:
         raise OptionError(f"Unknown scale {scale!r}.{did_you_mean(scale, SCALES)}")
-    path = study.settings or _settings_file(name)
-    parts = _read(path)
-    options = _merged(parts["common"], parts["scales"][scale])
+    options = _at_scale(study.settings or _settings_file(name), scale)
     written = options.get("note")
     for text in changes:
         apply_change(options, text)
@@ -55,23 +50,18 @@ def _settings_file(name: str) -> Path:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"Cannot read the settings {str(path)!r}: {error.strerror}.") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise OptionError(f"The settings {str(path)!r} are not valid YAML: {error}.") from None
+def _at_scale(path: Path, scale: str) -> dict[str, Any]:
+    found = read_options(path, "settings")
     scales = found.get("scales") if isinstance(found, dict) else None
     if not isinstance(scales, dict) or set(scales) != set(SCALES) or not set(found) <= {"common", "scales"}:
         raise OptionError(
             f"Expected the settings {str(path)!r} to have 'scales' with {', '.join(SCALES)}, and perhaps 'common', and "
             "nothing else."
         )
-    parts = {"common": found.get("common") or {}, "scales": {key: value or {} for key, value in scales.items()}}
-    if not all(isinstance(part, dict) for part in (parts["common"], *parts["scales"].values())):
+    parts = {"common": found.get("common") or {}, **{key: value or {} for key, value in scales.items()}}
+    if not all(isinstance(part, dict) for part in parts.values()):
         raise OptionError(f"Expected options in every part of the settings {str(path)!r}.")
-    return parts
+    return _merged(parts["common"], parts[scale])
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

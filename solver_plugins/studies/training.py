@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import DivergenceError
@@ -21,7 +22,7 @@ from solver_plugins.train.evaluate import Scores, evaluate
 from solver_plugins.train.launch import Alone
 from solver_plugins.train.loop import Batches, Hooks, Loop, Objective
 from solver_plugins.train.optimizer import TrainSettings
-from solver_plugins.train.tensors import InTurn, Part, Shuffled
+from solver_plugins.train.tensors import Part, Shuffled
 
 EVALUATION_BATCH = 500
 
@@ -129,7 +130,9 @@ def scores(model: nn.Module, part: Part, *place: int | str, size: int = EVALUATI
         size: How many images are evaluated at once.
         trials: How often a model that samples in evaluation is evaluated.
     """
-    return evaluate(Alone(part.labels.device), model, InTurn(part, size), part.images.dtype, place, trials)
+    places: Any = [slice(start, start + size) for start in range(0, len(part), size)]
+    loader: Any = DataLoader(part, batch_size=None, sampler=places)  # type: ignore[arg-type]
+    return evaluate(Alone(part.labels.device), model, loader, part.images.dtype, place, trials)
 
 
 @torch.no_grad()

@@ -1,16 +1,17 @@
 """The arms of a finetuning run: the model with what its config adds, and the plain model beside it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 from accelerate.utils import set_seed
 from torch import nn
 
-from solver_plugins.train.classification import arguments_of
+from solver_plugins.blocks import calibrate
+from solver_plugins.train.classification import arguments_of, logits_of
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import Loaders, Splits, example_of, make_loaders
-from solver_plugins.train.models import DTYPES, attach_head, build_model, calibrated, convert
+from solver_plugins.train.models import DTYPES, attach_head, build_model, convert
 from solver_plugins.train.preparation import remember_data
 
 
@@ -45,24 +46,12 @@ def make_arm(
     if name == "solver" and config.head is not None:
         attach_head(model, config.head)
     if name == "solver" and config.solver is not None:
-        args, keywords = arguments_of(example_of(loaders.eval), DTYPES[config.model.dtype])
+        dtype = DTYPES[config.model.dtype]
+        args, keywords = arguments_of(example_of(loaders.eval), dtype)
         if before_conversion is not None:
             before_conversion(model, args or keywords)
         convert(model, config.solver, args or keywords)
         if config.calibrate is not None:
-            _calibrate(config, model, loaders, config.calibrate.batches)
+            batches = islice(loaders.start(0, 0), config.calibrate.batches)
+            calibrate(model, batches, forward=lambda model, batch: logits_of(model, batch, dtype), progress=False)
     return model, loaders
-
-
-def _calibrate(config: FinetuneConfig, model: nn.Module, loaders: Loaders, count: int) -> None:
-    dtype = DTYPES[config.model.dtype]
-
-    def forward(one: nn.Module, batch: Any) -> Any:
-        args, keywords = arguments_of(batch, dtype)
-        return one(*args, **keywords)
-
-    def batches() -> Iterator[Any]:
-        loaders.order.epoch = loaders.order.skip = 0
-        return islice(iter(loaders.train), count)
-
-    calibrated(model, batches(), forward, progress=False)

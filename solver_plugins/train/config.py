@@ -16,6 +16,7 @@ from solver_plugins.integrations.models import read_value
 from solver_plugins.shipped import shipped_file, shipped_names
 
 Names = str | list[str]
+_READERS = {".json": load_json, ".yaml": load_yaml, ".yml": load_yaml}
 
 _LARGEST_SEED = 2**32 - 2**16
 """numpy takes 32 bits, and each process adds its number to the seed."""
@@ -304,23 +305,27 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
         OptionError: If the file cannot be read, or an option is unknown or does not fit.
     """
     path = _recipe(str(path)) or Path(path)
-    readers = {".json": load_json, ".yaml": load_yaml, ".yml": load_yaml}
-    if path.suffix.lower() not in readers:
+    if path.suffix.lower() not in _READERS:
         raise OptionError(
-            f"Expected a config file ending in {', '.join(readers)}, or the name of a recipe; found {path.name!r}."
+            f"Expected a config file ending in {', '.join(_READERS)}, or the name of a recipe; found {path.name!r}."
             + did_you_mean(path.name, shipped_names("recipes", ".yaml"))
         )
-    try:
-        options = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise OptionError(f"The config {str(path)!r} is not valid {path.suffix[1:].upper()}: {error}.") from None
+    options = read_options(path, "config")
     if not isinstance(options, dict):
         raise OptionError(f"Expected sections and options in {str(path)!r}; found {type(options).__name__}.")
     for text in overrides:
         apply_change(options, text)
     return FinetuneConfig.parse(options, owner=f"The config {path.name!r}")
+
+
+def read_options(path: Path, what: str) -> Any:
+    """Returns what a YAML or JSON file holds; raises OptionError, which says what the file was to be, if it cannot."""
+    try:
+        return _READERS.get(path.suffix.lower(), load_yaml)(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"Cannot read the {what} {str(path)!r}: {error.strerror}.") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise OptionError(f"The {what} {str(path)!r} is not valid {path.suffix[1:].upper()}: {error}.") from None
 
 
 def _recipe(name: str) -> Path | None:

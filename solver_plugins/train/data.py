@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from solver_plugins.errors import did_you_mean
 from solver_plugins.train.config import DataSection, FinetuneConfig
 from solver_plugins.train.errors import DataError
+from solver_plugins.train.preparation import image_preparation, text_preparation
 from solver_plugins.train.randomness import seed_for, seeded
 from solver_plugins.train.sources import load_split
 
@@ -210,52 +211,19 @@ class Order(Sampler[Any]):
         return iter([(self.epoch, number) for number in self.numbers(self.epoch)[self.skip :].tolist()])
 
 
-class InOrder(Sampler[Any]):
-    """Every example once, in its place."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((0, number) for number in range(self.count))
-
-
 @dataclass(frozen=True)
 class Loaders:
-    """What a run reads from.
+    """What a run reads from: its training batches, epoch by epoch, and those to evaluate on.
 
     Attributes:
-        train: Batches of one process and pass.
+        train: Batches of one process and pass, prepared or not.
         order: Of the training examples.
-        eval: Batches of one process.
+        eval: Batches of one process, prepared or not.
     """
 
-    train: DataLoader[Any]
+    train: Any
     order: Order
-    eval: DataLoader[Any]
-
-
-def example_of(loader: Any) -> Batch:
-    """Returns a batch of the first two examples of a loader, for a pass that is only recorded or looked at."""
-    examples = loader.dataset
-    made: Batch = loader.collate_fn([examples[(0, 0)], examples[(0, 1 % len(examples))]])
-    return made
-
-
-@dataclass(frozen=True)
-class LoadedBatches:
-    """The training batches of a run, epoch by epoch; see :class:`~solver_plugins.train.loop.Batches`.
-
-    Attributes:
-        loader: Of one process and pass, prepared.
-        order: Of its examples.
-    """
-
-    loader: Any
-    order: Order
+    eval: Any
 
     @property
     def steps(self) -> int:
@@ -263,10 +231,17 @@ class LoadedBatches:
         return self.order.steps
 
     def start(self, epoch: int, step: int) -> Iterable[Batch]:
-        """Returns the batches of an epoch that are left after this many steps of it."""
+        """Returns the training batches of an epoch that are left after this many steps of it."""
         self.order.epoch, self.order.skip = epoch, step * self.order.batch_size
-        batches: Iterable[Batch] = self.loader if step < self.steps else ()
+        batches: Iterable[Batch] = self.train if step < self.steps else ()
         return batches
+
+
+def example_of(loader: Any) -> Batch:
+    """Returns a batch of the first two examples of a loader, for a pass that is only recorded or looked at."""
+    examples = loader.dataset
+    made: Batch = loader.collate_fn([examples[(0, 0)], examples[(0, 1 % len(examples))]])
+    return made
 
 
 def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: int) -> Loaders:
@@ -286,12 +261,13 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
             f"Expected at least one batch of {config.batch_size} to train on; found {len(splits.train)} examples. Set "
             "batch_size to at most that."
         )
-    prepare_train, prepare_eval, collate = _preparation(config, splits, model)
+    prepare = text_preparation if splits.is_text else image_preparation
+    prepare_train, prepare_eval, collate = prepare(config, model)
     train = Examples(splits.train, splits, prepare_train, config.seed, f"the split {config.data.train!r}")
     evaluation = Examples(splits.eval, splits, prepare_eval, config.seed, f"the split {config.data.eval!r}")
     order = Order(len(train), config.batch_size, config.seed)
 
-    def loader(examples: Examples, sampler: Sampler[Any], size: int) -> DataLoader[Any]:
+    def loader(examples: Examples, sampler: Any, size: int) -> DataLoader[Any]:
         # A generator of its own: making an iterator draws a number, and must not draw it from the solvers' source.
         own = torch.Generator().manual_seed(config.seed)
         workers = config.data.workers
@@ -303,15 +279,5 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
     return Loaders(
         loader(train, order, config.batch_size // parts),
         order,
-        loader(evaluation, InOrder(len(evaluation)), max(1, config.batch_size // processes)),
+        loader(evaluation, [(0, one) for one in range(len(evaluation))], max(1, config.batch_size // processes)),
     )
-
-
-def _preparation(config: FinetuneConfig, splits: Splits, model: Any) -> tuple[Any, Any, Any]:
-    if splits.is_text:
-        from solver_plugins.train.preparation import text_preparation
-
-        return text_preparation(config, model)
-    from solver_plugins.train.preparation import image_preparation
-
-    return image_preparation(config, model)

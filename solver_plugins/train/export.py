@@ -24,17 +24,10 @@ def skeleton_of(model: nn.Module, accelerator: Accelerator) -> nn.Module | None:
 def export_model(
     config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, weights: dict[str, Any] | None, folder: Path
 ) -> int:
-    """Saves a trained model; call it in all processes.
+    """Saves a trained model and returns the number of its parameters; call it in all processes.
 
-    Args:
-        config: Of the run.
-        accelerator: Of the arm.
-        model: The model; where training has shared the weights out, the copy of :func:`skeleton_of`.
-        weights: The whole weights for that copy, which the first process loads; None for those that the model has.
-        folder: Where it goes.
-
-    Returns:
-        The number of its parameters.
+    Where training has shared the weights out, the model is the copy of :func:`skeleton_of`, into which the first
+    process loads the whole ``weights``.
 
     Raises:
         SavingError: If it could not be loaded again.

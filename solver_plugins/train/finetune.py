@@ -13,13 +13,14 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from solver_plugins.errors import OptionError, SolverPluginsError
+from solver_plugins.train import outputs
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.arms import arms_of, make_arm
 from solver_plugins.train.checkpoints import Checkpoints
 from solver_plugins.train.classification import Classification
 from solver_plugins.train.comparison import write_report
 from solver_plugins.train.config import FinetuneConfig
-from solver_plugins.train.data import Batch, LoadedBatches, Splits, load_splits
+from solver_plugins.train.data import Batch, Loaders, Splits, load_splits
 from solver_plugins.train.diagnosis import block_rows, worst_block
 from solver_plugins.train.errors import OutputError
 from solver_plugins.train.evaluate import Scores, evaluate
@@ -28,19 +29,6 @@ from solver_plugins.train.launch import end_processes, is_sharded, make_accelera
 from solver_plugins.train.loop import Action, Hooks, Loop, refresh_every
 from solver_plugins.train.models import DTYPES, has_blocks
 from solver_plugins.train.optimizer import TrainSettings
-from solver_plugins.train.outputs import (
-    CHECKPOINTS,
-    METRICS,
-    MODEL,
-    REPORT,
-    RESULT,
-    RESULTS,
-    check_data,
-    check_output,
-    start_output,
-    write_rows,
-    write_whole,
-)
 from solver_plugins.train.state import StepSizes
 
 
@@ -67,9 +55,9 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
         splits = load_splits(config.data)
         folder = Path(config.output).expanduser()
         data = splits.identity()
-        _in_first_process(accelerator, lambda: check_output(config, resume, overwrite))
+        _in_first_process(accelerator, lambda: outputs.check_output(config, resume, overwrite))
         if resume:
-            _in_first_process(accelerator, lambda: check_data(config, data))
+            _in_first_process(accelerator, lambda: outputs.check_data(config, data))
         results: dict[str, dict[str, Any]] = {}
         for name in arms_of(config):
             done = _finished(folder / name) if resume else None
@@ -78,12 +66,12 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
                 arm = FinetunedArm(config, accelerator, splits, folder / name, name)
                 if not results:
                     # Not before the model is built and converted: a mistake in the config leaves no folder behind.
-                    _in_first_process(accelerator, lambda: start_output(config, resume, data))
+                    _in_first_process(accelerator, lambda: outputs.start_output(config, resume, data))
                 done = arm.train(resume)
             results[name] = done
         if accelerator.is_main_process:
-            write_whole(folder / RESULTS, json.dumps(results, indent=2))
-            write_report(folder / REPORT, config, results, {name: _rows(folder / name) for name in results})
+            outputs.write_whole(folder / outputs.RESULTS, json.dumps(results, indent=2))
+            write_report(folder / outputs.REPORT, config, results, {name: _rows(folder / name) for name in results})
         accelerator.wait_for_everyone()
         return results
     finally:
@@ -106,14 +94,14 @@ def _in_first_process(accelerator: Accelerator, do: Callable[[], None]) -> None:
 def _finished(folder: Path) -> dict[str, Any] | None:
     """Returns the result of an arm that is done; it is written last."""
     try:
-        found: dict[str, Any] = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads((folder / outputs.RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / METRICS).read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in (folder / outputs.METRICS).read_text(encoding="utf-8").splitlines()]
 
 
 def train_settings(config: FinetuneConfig) -> TrainSettings:
@@ -132,12 +120,12 @@ class FinetunedArm:
         self.solving = has_blocks(model)
         self.ema = self._average(model)
         train, self.evaluation = accelerator.prepare(loaders.train, loaders.eval)
+        batches = Loaders(train, loaders.order, self.evaluation)
         # The baseline has none of them; an average of the weights, copied above, needs none.
         additions = Additions(config.proxprop, config.regularizer) if name == "solver" else Additions()
         mixup = None if config.mixup is None else (config.mixup, len(splits.classes))
         objective = Classification(accelerator, self.dtype, config.label_smoothing, mixup, additions.penalty)
-        batches = LoadedBatches(train, loaders.order)
-        self.checkpoints = Checkpoints(folder / CHECKPOINTS, config.checkpoints.keep, accelerator)
+        self.checkpoints = Checkpoints(folder / outputs.CHECKPOINTS, config.checkpoints.keep, accelerator)
         hooks = Hooks(self._after_step(batches.steps), (self._end_epoch,), self._advice)
         self.loop = Loop(model, batches, objective, train_settings(config), hooks, accelerator, name)
         additions.attach(self.loop.inner, self.loop.optimizer)
@@ -185,19 +173,19 @@ class FinetunedArm:
         self._write_rows()
         self.loop.run()
         scores = self._scores("final", self.config.trials)
-        trained = self.loop.inner if self.ema is None else self.ema.module
+        model, place = self.loop.inner if self.ema is None else self.ema.module, self.folder / outputs.MODEL
         weights = None if self.skeleton is None else accelerator.get_state_dict(self.loop.model)
-        parameters = export_model(self.config, accelerator, self.skeleton or trained, weights, self.folder / MODEL)
+        parameters = export_model(self.config, accelerator, self.skeleton or model, weights, place)
         result = {
             **asdict(scores),
             "train_loss": progress.rows[-1]["train_loss"],
             "steps": progress.step,
             "seconds": round(progress.seconds, 2),
             "parameters": parameters,
-            "model": str(self.folder / MODEL),
+            "model": str(place),
         }
         if accelerator.is_main_process:
-            write_whole(self.folder / RESULT, json.dumps(result, indent=2))
+            outputs.write_whole(self.folder / outputs.RESULT, json.dumps(result, indent=2))
         accelerator.wait_for_everyone()
         accelerator.free_memory()
         return result
@@ -257,7 +245,7 @@ class FinetunedArm:
     def _write_rows(self) -> None:
         if self.accelerator.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_rows(self.folder / METRICS, self.loop.progress.rows)
+            outputs.write_rows(self.folder / outputs.METRICS, self.loop.progress.rows)
 
     def _advice(self, batch: Batch | None) -> str:
         """Says what is known where training has diverged."""

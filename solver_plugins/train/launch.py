@@ -37,31 +37,24 @@ class Alone:
         self.is_main_process = self.is_local_main_process = talks
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Moves the model to the device."""
         return model.to(self.device), optimizer
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Returns the model: nothing has wrapped it."""
         return model
 
     def accumulate(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Every pass is a step."""
         return contextlib.nullcontext()
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """Numbers keep their precision."""
         return contextlib.nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        """Computes the gradients."""
         loss.backward()
 
     def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
-        """Scales the gradients down to at most this norm."""
         return nn.utils.clip_grad_norm_(parameters, most)
 
     def gather(self, own: Any) -> Any:
-        """Returns what this process has: there is no other."""
         return own
 
     gather_for_metrics = gather

@@ -1,13 +1,11 @@
 """The networks of a run: built for the number of classes, with own weights where asked, converted, calibrated."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import calibrate
 from solver_plugins.blocks.stepsize import TrackedStep
 from solver_plugins.integrations.heads import attach_opteq_head
 from solver_plugins.integrations.models import ModelError, load_model
@@ -147,11 +145,6 @@ def convert(model: nn.Module, section: SolverSection, example: Any) -> nn.Module
 def planned(model: nn.Module, section: SolverSection, example: Any, lipschitz: bool = True) -> Report:
     """Returns what :func:`convert` would do."""
     return inspect_model(model, lipschitz=lipschitz, **conversion_arguments(section, example))
-
-
-def calibrated(model: nn.Module, batches: Iterable[Any], run: Any, progress: bool) -> None:
-    """Calibrates the blocks on a few batches."""
-    calibrate(model, batches, forward=run, progress=progress)
 
 
 def has_blocks(model: nn.Module) -> bool:

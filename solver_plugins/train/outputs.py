@@ -20,7 +20,7 @@ CHECKPOINTS = "checkpoints"
 MODEL = "model"
 RESULT = "result.json"
 ARMS = ("solver", "baseline", "plain")
-_FREE = ("output", "trackers", "checkpoints")
+_FREE = {"output", "trackers", "checkpoints"}
 """What may differ between a run and its continuation."""
 
 
@@ -31,22 +31,52 @@ def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
         OutputError: If it holds something else, another run, or none to continue.
     """
     place = Path(config.output).expanduser()
-    if place.exists() and not place.is_dir():
-        raise OutputError(f"Expected a folder for output; {str(place)!r} is a file.")
-    held = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
-    is_run = CONFIG in held
-    if held and not is_run:
-        raise OutputError(
-            f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of finetune: choose "
-            "another output=."
-        )
-    if is_run and not (resume or overwrite):
+    if not holds_run(place, CONFIG, "finetune", "output="):
+        return
+    if not (resume or overwrite):
         raise OutputError(
             f"The output folder {str(place)!r} already holds a run: continue it with --resume, replace it with "
             "--overwrite, or choose another output=."
         )
-    if is_run and resume:
-        _check_same(config, place)
+    if resume:
+        before, now = FinetuneConfig.from_file(place / CONFIG).options(), config.options()
+        kept = [key for key in now if key not in _FREE]
+        advice = "use the same config, or --overwrite"
+        check_same(place, {key: before[key] for key in kept}, {key: now[key] for key in kept}, advice)
+
+
+def holds_run(place: Path, marker: str, command: str, option: str) -> bool:
+    """Whether a folder holds a run of a command, which is known by the name of a file in it.
+
+    Raises:
+        OutputError: If there is something else, advising to choose another folder with an option.
+    """
+    if place.exists() and not place.is_dir():
+        raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")
+    held = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    if held and marker not in held:
+        raise OutputError(
+            f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of {command}: choose "
+            f"another {option}."
+        )
+    return bool(held)
+
+
+def check_same(place: Path, before: dict[str, Any], now: dict[str, Any], advice: str) -> None:
+    """Raises OutputError, with some advice, if the run in a folder has other options than one that continues it."""
+    different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if different:
+        key = different[0]
+        raise OutputError(
+            f"The run in {str(place)!r} has another {', '.join(different)} (there {key}: {before.get(key)!r}, now "
+            f"{now.get(key)!r}), so it cannot be continued; {advice}."
+        )
+
+
+def remove_run(place: Path, *names: str) -> None:
+    """Removes files and folders of a run; the last one is the marker, so that what is left over is a run still."""
+    for path in (place / name for name in names):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
@@ -82,25 +112,10 @@ def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> 
                 # Killed between the two.
                 write_whole(place / DATA, json.dumps(data))
             return
-        # The config last: what is left of an interrupted removal is a run still.
-        for name in (*ARMS, "logs", RESULTS, REPORT, DATA, CONFIG):
-            path = place / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        remove_run(place, *ARMS, "logs", RESULTS, REPORT, DATA, CONFIG)
     place.mkdir(parents=True, exist_ok=True)
     write_whole(place / CONFIG, config.to_yaml())
     write_whole(place / DATA, json.dumps(data))
-
-
-def _check_same(config: FinetuneConfig, place: Path) -> None:
-    before = FinetuneConfig.from_file(place / CONFIG).options()
-    now = config.options()
-    different = [key for key in now if key not in _FREE and now[key] != before[key]]
-    if different:
-        key = different[0]
-        raise OutputError(
-            f"The run in {str(place)!r} has another {', '.join(different)} (there {key}: {before[key]!r}, now "
-            f"{now[key]!r}), so it cannot be continued; use the same config, or --overwrite."
-        )
 
 
 @contextlib.contextmanager

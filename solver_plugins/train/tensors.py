@@ -21,6 +21,9 @@ class Part:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __getitem__(self, rows: slice | Tensor) -> Batch:
+        return {"image": self.images[rows], "labels": self.labels[rows]}
+
     def channels_last(self) -> "Part":
         """Returns the split with the channels of a pixel side by side in memory, where convolutions are faster."""
         return Part(self.images.contiguous(memory_format=torch.channels_last), self.labels)
@@ -35,26 +38,6 @@ class Part:
     def to(self, device: torch.device) -> "Part":
         """Returns the split on a device."""
         return Part(self.images.to(device), self.labels.to(device))
-
-
-class InTurn:
-    """A split in batches, in its own order: what :func:`~solver_plugins.train.evaluate.evaluate` reads.
-
-    Args:
-        part: The split.
-        batch_size: Examples of a batch; the last one may have fewer.
-    """
-
-    def __init__(self, part: Part, batch_size: int):
-        self.dataset, self.batch_size = part, batch_size
-
-    def __len__(self) -> int:
-        return -(-len(self.dataset) // self.batch_size)
-
-    def __iter__(self) -> Iterator[Batch]:
-        part, size = self.dataset, self.batch_size
-        for images, labels in zip(part.images.split(size), part.labels.split(size), strict=True):
-            yield {"image": images, "labels": labels}
 
 
 class Shuffled:
@@ -86,11 +69,11 @@ class Shuffled:
         """Yields the batches of an epoch that are left after this many steps of it."""
         rows = self.order.numbers(epoch).split(self.order.batch_size)
         for number in range(step, len(rows)):
-            images = self.part.images[rows[number]]
+            batch = self.part[rows[number]]
             if self.shift or self.flip:
                 generator = torch.Generator().manual_seed(seed_for(self.seed, "augmentation", epoch, number))
-                images = changed(images, self.shift, self.flip, generator)
-            yield {"image": images, "labels": self.part.labels[rows[number]]}
+                batch["image"] = changed(batch["image"], self.shift, self.flip, generator)
+            yield batch
 
 
 def changed(images: Tensor, shift: int, flip: bool, generator: torch.Generator) -> Tensor:

@@ -206,7 +206,7 @@ def test_frozen_convolutions_are_trained_once_and_kept(tmp_path):
     assert not torch.equal(begun.head.fc2.weight, other.head.fc2.weight)
     parts = table._inputs(begun, 0, context)
     begun.body.eval()
-    expected = begun.body(table._ready(context)["test"].images)
+    expected = begun.body(table._ready(begun, context)["test"].images)
     assert torch.allclose(parts["test"].images, expected, atol=1e-5)
     assert table._trained(begun) is begun.head
     assert table.run(final[1], context)["accuracy"] >= 0
