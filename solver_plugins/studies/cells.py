@@ -1,7 +1,7 @@
-"""The folder of a study's run: whose it is, and the results of its cells, one file each.
+"""The folder of a study's run: its identity, and the results of its cells, one file each.
 
-A cell's file is written when the cell is done, whole or not at all, so a run that was killed goes on with the next
-one. Several processes take cells from the same folder: a file that only one of them can create says who has which.
+A cell's file appears, complete, when the cell is done; a killed run continues with the next cell. Several processes
+take cells from the same folder: a process claims a cell by a file that only one process can create.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class RunFolder:
         """Makes the folder, or checks that it holds a run of the same study and config; call it in one process.
 
         Raises:
-            OutputError: If it holds something else, or cannot be made, read or written.
+            OutputError: If it holds something else, or cannot be created, read or written.
         """
         try:
             self._open(study, scale, config, overwrite)
@@ -59,7 +59,7 @@ class RunFolder:
             else:
                 self._check_same(study, config)
         (place / CELLS).mkdir(parents=True, exist_ok=True)
-        # What processes that were killed had begun.
+        # Claims of processes that were killed.
         for path in (place / CELLS).glob(".*"):
             path.unlink()
         identity = {"study": study, "scale": scale, "config": config.options()}
@@ -79,7 +79,7 @@ class RunFolder:
 
     @property
     def cells(self) -> Path:
-        """Where the results of the cells are, and what they keep for later stages."""
+        """The folder of the cells' results, and of files that they keep for later stages."""
         return self.place / CELLS
 
     def is_done(self, cell: Cell) -> bool:
@@ -87,7 +87,7 @@ class RunFolder:
         return self._file(cell).is_file()
 
     def claim(self, cell: Cell) -> bool:
-        """Takes a cell for this process; False if it is done or another process has it, or the run has stopped."""
+        """Claims a cell for this process; False if it is done, claimed by another process, or the run has stopped."""
         if self.is_done(cell) or (self.place / CELLS / _STOP).exists():
             return False
         try:
@@ -95,13 +95,13 @@ class RunFolder:
         except FileExistsError:
             return False
         if self.is_done(cell):
-            # Done, and given back, between the first look and the claim.
+            # Another process finished it between the first check and the claim.
             self._claim(cell).unlink()
             return False
         return True
 
     def stop(self) -> None:
-        """Lets no process begin another cell."""
+        """Keeps all processes from beginning another cell."""
         with contextlib.suppress(OSError):
             (self.place / CELLS / _STOP).touch()
 
@@ -109,7 +109,7 @@ class RunFolder:
         """Writes the result of a cell.
 
         Raises:
-            CellError: If it holds what JSON cannot, NaN for instance.
+            CellError: If JSON cannot hold it; NaN, for instance.
         """
         cell = measured.cell
         content = {
@@ -127,7 +127,7 @@ class RunFolder:
         """Reads the result of a cell.
 
         Raises:
-            CellError: If there is none, or it is damaged.
+            CellError: If it is missing or damaged.
         """
         path = self._file(cell)
         try:

@@ -1,8 +1,8 @@
-"""What the tables of "Deep Layers as Stochastic Solvers" share: networks as they are beside networks with solvers.
+"""What the tables of "Deep Layers as Stochastic Solvers" share: plain networks beside networks with solvers.
 
-Up to three stages. ``first`` trains the networks that the paper finetunes, or whose features are kept. ``search``
-trains every arm with every step size for a few epochs, for one seed, and looks at the validation split. ``final``
-trains with the best step size of the arm and looks at the test split, once.
+There are up to three stages. ``first`` trains the networks that are finetuned later, or whose features are kept.
+``search`` trains every arm with every step size for a few epochs, for one seed, and evaluates on the validation split.
+``final`` trains with the best step size of the arm and evaluates on the test split, once.
 """
 
 from abc import abstractmethod
@@ -117,7 +117,7 @@ class DeepLayersTable(ImageStudy[C]):
 
     @abstractmethod
     def make(self, group: Value) -> nn.Module:
-        """Makes a network as it is, with random weights."""
+        """Makes a plain network with random weights."""
 
     @abstractmethod
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class DeepLayersTable(ImageStudy[C]):
     def prepare(self) -> None:
         super().prepare()
         self._parts = {}
-        # Made once, so that what does not fit is told before anything is written.
+        # Made once, so that mistakes surface before anything is written.
         for group in self.groups():
             for arm in self.arms():
                 self._solved(self.make(group), group, arm, self._images.train.images[:1])
@@ -152,7 +152,7 @@ class DeepLayersTable(ImageStudy[C]):
         return [self._first_cell(group, seed) for seed in self.config.seeds for group in self.groups()]
 
     def _first_cell(self, group: Value, seed: int) -> Cell:
-        """Returns the cell that trains the network which a finetuned one begins with."""
+        """Returns the cell that trains the network from which finetuning starts."""
         return Cell(FIRST, seed, ((self.group, group), ("stage", FIRST)))
 
     def _cells(self, seeds: list[int], stage: str, **setting: Value) -> list[Cell]:
@@ -192,7 +192,7 @@ class DeepLayersTable(ImageStudy[C]):
         return {**found, **self._test(cell, model, parts["test"], False)}
 
     def _begin(self, model: nn.Module, first: Cell, context: Context) -> nn.Module:
-        """Gives a network the weights that the first stage has left."""
+        """Loads the weights of the first stage into a network."""
         model.load_state_dict(read_first(first, context))
         return model.to(context.device)
 
@@ -222,7 +222,7 @@ class DeepLayersTable(ImageStudy[C]):
         return {"train": images.train, "validation": images.validation, "test": images.test}
 
     def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part]) -> dict[str, Any]:
-        """Converts a network that is to be trained, in place; returns what is known of it before training."""
+        """Converts a network in place; returns what is measured before training."""
         self._solved(model, cell[self.group], cell.arm, parts["train"].images[:1])
         return {}
 
@@ -255,13 +255,13 @@ class DeepLayersTable(ImageStudy[C]):
         return {
             "validation_accuracy": None if done.diverged else curve[-1],
             "diverged": done.diverged,
-            # Without what was spent on looking.
+            # Without the time for evaluation.
             "training_cpu_seconds": seconds[-1] if seconds else None,
             "curves": {"validation_accuracy": curve, "cpu_seconds": seconds},
         }
 
     def _test(self, cell: Cell, model: nn.Module, test: Part, diverged: bool) -> dict[str, Any]:
-        """Looks at the test split, several times if the network samples there, and once more without sampling."""
+        """Evaluates on the test split: several times if the network samples, and then once without sampling."""
         if diverged:
             return {"accuracy": None, "trial_spread": None, "deterministic_accuracy": None}
         found = self._scores(model, test, self.name, cell.seed, "trial", trials=self.config.trials)
@@ -302,7 +302,7 @@ class DeepLayersTable(ImageStudy[C]):
     def _paper(self, group: Value, arm: str) -> float | None:
         printed = self.printed.get(group, {})
         if arm == self.arms()[0] and not self._tests_first():
-            # Where nothing is finetuned, the network without a solver stands for the paper's before finetuning.
+            # If nothing is finetuned, the plain network corresponds to the paper's network before finetuning.
             return printed.get(arm, printed.get(FIRST))
         return printed.get(arm)
 
@@ -322,7 +322,7 @@ class DeepLayersTable(ImageStudy[C]):
         return {
             **{f"{row.key}_accuracy": row.accuracy for row in rows},
             **{f"{row.key}_gain": mean(pairs(row, rows, self.arms()[0])) for row in solved(rows, self.arms()[0])},
-            # A search that ends at its edge has not found the best.
+            # A search that ends at its edge may have missed the best rate.
             "at_the_edge_of_the_search": sorted(
                 {row.key for row in rows if row.arm != FIRST and len(edges) > 1 and edges & set(row.rates)}
             ),
@@ -333,7 +333,7 @@ class DeepLayersTable(ImageStudy[C]):
 
 
 def _sampling_off(model: nn.Module) -> nn.Module:
-    """Makes a converted network deterministic in evaluation, with the gains and the blend that it has."""
+    """Makes a converted network deterministic in evaluation, keeping its gains and blend."""
     known = conversion_of(model)
     blocks = tuple(
         block.model_copy(update={"settings": {**block.settings, "eval_mode": "deterministic"}})
@@ -347,7 +347,7 @@ def _weights(folder: Path, cell: Cell) -> Path:
 
 
 def read_first(cell: Cell, context: Context) -> dict[str, Tensor]:
-    """Returns the weights that a cell of the first stage has left.
+    """Returns the weights that a cell of the first stage saved.
 
     Raises:
         CellError: If there are none.

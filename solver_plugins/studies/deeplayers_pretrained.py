@@ -91,7 +91,7 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         return f"{what}, on {super().title()}"
 
     def make(self, group: Value) -> nn.Module:
-        # First of all in a cell, so that the new classifier is the same in all arms of a seed.
+        # Made first in a cell, so that the new classifier is the same in all arms of a seed.
         return build_backbone(self.config.model, self._images)
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
 
     def _batches(self, train: Part, seed: int) -> list[Tensor]:
         size, count = self.config.fitting.batch_size, self.config.calibration.batches
-        # In random order, and the same for all arms: the images of a folder may be sorted by class.
+        # In random order, because images may be sorted by class; the same order for all arms.
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed_for(seed, "calibration")))
         return [train.images[rows] for rows in order[: count * size].split(size)]
 
@@ -202,7 +202,7 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         label(accuracy, "accuracy (%)")
         label(similarity, "feature similarity before finetuning")
         label(times, f"training time over that of '{PLAIN}'")
-        # Room for the legend that hides no arm.
+        # Above the panel, where the legend hides no arm.
         accuracy.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0))
         return figure
 
@@ -226,13 +226,13 @@ def _compared(row: TableRow, rows: list[TableRow]) -> tuple[str, ...]:
 
 
 def _first_epoch(row: TableRow) -> list[float | None]:
-    """Returns accuracies on the validation split after the first epoch; None where there was no whole one."""
+    """Returns accuracies on the validation split after the first epoch; None if it was not completed."""
     curves = [one.values["curves"]["validation_accuracy"] for one in row.found]
     return [curve[0] if curve else None for curve in curves]
 
 
 def _seconds(row: TableRow) -> list[float | None]:
-    """Returns CPU seconds of training; None where it was cut short."""
+    """Returns CPU seconds of training; None if training diverged."""
     return [None if one.values["diverged"] else one.values["training_cpu_seconds"] for one in row.found]
 
 

@@ -59,7 +59,7 @@ def solved(rows: list[TableRow], plain: str) -> list[TableRow]:
 
 
 def report(rows: list[TableRow], plain: str, config: "TableConfig", title: str) -> list[Table]:
-    """Returns the table beside the paper's, what the solvers gain, and the search."""
+    """Returns the tables: accuracies beside the paper's, what the solvers gain, and the search."""
     finetuned = "'first' is the network before it is finetuned. " if any(row.arm == "first" for row in rows) else ""
     return [
         Table(
@@ -79,7 +79,7 @@ def report(rows: list[TableRow], plain: str, config: "TableConfig", title: str) 
 
 
 def search_tables(rows: list[TableRow], config: "TableConfig") -> list[Table]:
-    """Returns a table of the search; none where nothing was searched."""
+    """Returns a table of the search, if there was one."""
     if not any(row.search for row in rows):
         return []
     rates = config.search.rates
@@ -107,7 +107,7 @@ def _accuracy(row: TableRow) -> tuple[str, ...]:
 
 
 def _gain(row: TableRow, rows: list[TableRow], plain: str) -> tuple[str, ...]:
-    # The paper has the network before finetuning alone, where it finetunes.
+    # Where the paper finetunes, it reports only the network before finetuning.
     printed = {one.arm: one.paper for one in rows if one.group == row.group and one.paper is not None}
     theirs = printed.get(plain, printed.get("first"))
     ours = pairs(row, rows, plain)

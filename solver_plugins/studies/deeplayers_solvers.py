@@ -1,4 +1,4 @@
-"""Beyond the Deep Layers paper: LeNet with every solver and number of iterations; accuracy, and time until then."""
+"""Beyond the Deep Layers paper: LeNet with several solvers and iterations; accuracy, and the time to reach it."""
 
 from typing import Any, Self
 
@@ -33,7 +33,7 @@ class SolversConfig(Table2Config):
 
 @register_study
 class DeepLayersSolvers(LeNetTable[SolversConfig]):
-    """LeNet with different solvers and iterations: accuracy, sampling in evaluation or not, and time to an accuracy."""
+    """LeNet with different solvers and iterations: accuracy with and without sampling, and time to an accuracy."""
 
     name = "deeplayers-solvers"
     reference = f"LeNet of Table 2 {REFERENCE} with other solvers; the paper has no such table"
@@ -45,7 +45,7 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
         solver, _, count = arm.rpartition("-")
-        # A deterministic solver leaves the dropout in front of it alone, which is no strict pattern.
+        # Not the strict pattern: a deterministic solver leaves the dropout in front of it alone.
         return {"targets": ["fc1", "fc2"], **self.config.solver.of(solver), "iters": int(count)}
 
     def tables(self, results: Results) -> list[Table]:
@@ -112,7 +112,7 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
 
 
 def _reached(one: Measured, goal: float | None, what: str) -> float | None:
-    """Returns when a cell first had an accuracy, in CPU seconds or epochs; None for never."""
+    """Returns when a cell first reached an accuracy, in CPU seconds or epochs; None if it never did."""
     curves = one.values["curves"]
     for epoch, (score, seconds) in enumerate(zip(curves["validation_accuracy"], curves["cpu_seconds"], strict=True)):
         if goal is not None and score >= goal:

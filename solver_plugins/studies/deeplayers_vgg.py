@@ -1,4 +1,4 @@
-"""VGG16 for 32x32 images, and what the tables of "Deep Layers as Stochastic Solvers" that use it share."""
+"""VGG16 for 32x32 images, and what the Deep Layers tables with VGG16 share."""
 
 from collections import OrderedDict
 from typing import Any, TypeVar
@@ -31,7 +31,7 @@ class VGGConfig(TableConfig):
 
 
 class CifarVGG(nn.Module):
-    """VGG16 for 32x32 images: 13 convolutions, and twice dropout -> linear -> ReLU before the classifier.
+    """VGG16 for 32x32 images: 13 convolutions, then dropout -> linear -> ReLU twice, then the classifier.
 
     Args:
         in_chans: Channels of the image.
@@ -65,7 +65,7 @@ class CifarVGG(nn.Module):
         self.head = nn.Sequential(OrderedDict(parts))
         for layer in self.body:
             if isinstance(layer, nn.Conv2d):
-                # Without it thirteen layers lose the signal where there are no norms.
+                # Without norms, thirteen layers would otherwise lose the signal.
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,14 +101,14 @@ class VGGTable(DeepLayersTable[C]):
         return f"{size}, {what}, {super().title()}"
 
     def _firsts(self) -> list[Cell]:
-        # Networks that share their convolutions begin with one cell.
+        # Networks that share their convolutions share one cell.
         return list(dict.fromkeys(super()._firsts()))
 
     def _first_cell(self, group: Value, seed: int) -> Cell:
         return super()._first_cell(self.shared() if self.config.frozen else group, seed)
 
     def shared(self) -> Value:
-        """Returns the network whose convolutions all others take over where they are frozen."""
+        """Returns the network whose convolutions all others use if they are frozen."""
         return self.groups()[0]
 
     def _tests_first(self) -> bool:
@@ -127,7 +127,7 @@ class VGGTable(DeepLayersTable[C]):
         if not self.config.frozen:
             return parts
         if seed not in self._features:
-            # One seed at a time: features may be as large as the images.
+            # Only one seed is kept: features may be as large as the images.
             body = model.body
             self._features = {seed: {key: Part(collected(body, one, body), one.labels) for key, one in parts.items()}}
         return self._features[seed]

@@ -51,7 +51,7 @@ class _Convergence(shallow.ShallowStudy[ClosedFormConfig]):
         found = shallow.train(problem, config.descent, objective, sampled, context).values()
         return {
             "closed_form": minimum.objective,
-            # The closed form is a lower bound; only with this many blocks can it be attained.
+            # The closed form is a lower bound that can only be attained with this many blocks.
             "attainable": r * minimum.fewest_blocks <= config.sizes.hidden,
             "gap": None if found["final"] is None else found["final"] / minimum.objective - 1,
             **found,

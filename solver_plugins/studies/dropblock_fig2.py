@@ -118,7 +118,7 @@ class DropBlockFig2(ImageStudy[DeepConfig]):
 
     def prepare(self) -> None:
         super().prepare()
-        # Made once, so that a name or argument that timm does not know is told before anything is written.
+        # Made once, so that mistakes surface before anything is written.
         self._make()
 
     def _make(self) -> LastLayers:

@@ -1,4 +1,4 @@
-"""Figures 3 and 6 of the structured dropout paper: DropConnect is dropout, and where it is not.
+"""Figures 3 and 6 of the structured dropout paper: when DropConnect is dropout, and when it is not.
 
 Theorem 4.1 holds where ``X^T X`` is diagonal. Standard normal inputs, the paper's, come close; correlated ones do not.
 """
@@ -48,7 +48,7 @@ class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config, theta, kind = self.config, float(cell["theta"]), str(cell["inputs"])
         problem = shallow.synthetic(config.sizes, cell.seed, lambda X: shaped(X, kind, config.correlation))
-        # Of dropout, blocks of one.
+        # Dropout is DropBlock with blocks of one.
         minimum = problem.minimum(theta, 1)
         objective, predict = _connect(problem, theta) if cell.arm == DROPCONNECT else _units(problem, theta)
         trained = shallow.train(problem, config.descent, objective, predict, context)
@@ -57,7 +57,7 @@ class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
         return {
             "dropout_minimum": minimum.objective,
             "over_dropout_minimum": None if final is None else final / minimum.objective,
-            # Of both regularisers with the same weights: one where Theorem 4.1 holds.
+            # The ratio of both regularisers at the same weights, which is one where Theorem 4.1 holds.
             "ratio_at_first": ratio(problem, problem.U, problem.V, theta),
             "ratio_at_last": None if final is None else ratio(problem, trained.U, trained.V, theta),
             **found,
@@ -82,7 +82,7 @@ class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
         ]  # fmt: skip
 
     def summary(self, results: Results) -> dict[str, Any]:
-        """Returns, by kind of inputs, how far from one the ratio of the regularisers is at the end, at most."""
+        """Returns for each kind of inputs how far the final ratio of the regularisers is from one, at most."""
         ratios = {kind: results.of(inputs=kind).known("ratio_at_last") for kind in self.config.inputs}
         return {
             f"largest_difference_{kind}": max((abs(one - 1) for one in found), default=None)
@@ -104,7 +104,7 @@ class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
 
 
 def shaped(X: Tensor, kind: str, correlation: float) -> Tensor:
-    """Returns inputs of the kind, made from standard normal ones."""
+    """Turns standard normal inputs into inputs of another kind."""
     if kind == "white":
         return torch.linalg.qr(X).Q * math.sqrt(len(X))
     if kind == "correlated":

@@ -42,8 +42,8 @@ def scheme_of(arm: str, theta: float, r: int, width: int) -> tuple[Scheme, Tenso
 
     - matched: seeds are retained with ``theta^(1/r)``, so every unit is kept with probability theta, as on the grid.
     - printed: section 5.3 keeps a unit if *some* block that it lies in is kept, with ``1 - (1 - theta)^(1/r)`` for a
-      block: the complement of overlapping blocks that are dropped so. Every unit is kept with probability theta, too,
-      but it is not DropBlock: what is contiguous is what stays.
+      block: the complement of overlapping dropped blocks. Every unit is kept with probability theta here, too, but this
+      is not DropBlock: the units that stay are contiguous, not those that are dropped.
     - unmatched: seeds are retained with theta, so a unit is kept with probability ``theta^r`` only.
     """
     if arm == GRID:

@@ -144,5 +144,5 @@ def balance(X: Tensor, U: Tensor, V: Tensor, r: int) -> float:
     """Returns the smallest over the largest ``|X V_k U_k^T|_F`` of the blocks k."""
     features, weights = (X @ V).unflatten(1, (-1, r)), U.unflatten(1, (-1, r))
     squares = torch.einsum("nkr,nks,akr,aks->k", features, features, weights, weights)
-    # A single block is balanced; one that is zero beside one that is not is not.
+    # A single block is balanced; a zero block beside a nonzero one is not.
     return float((squares.min() / squares.max()).clamp(min=0).sqrt()) if float(squares.max()) > 0 else 1.0

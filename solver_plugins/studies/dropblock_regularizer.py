@@ -18,7 +18,7 @@ NONE, SAMPLED, DETERMINISTIC = "none", "sampled", "deterministic"
 
 
 class RegularizerConfig(SideBySideConfig):
-    """Settings of the comparison. The schedule is the same for all arms, and fixed beforehand."""
+    """Settings of the comparison. The schedule is the same for all arms and fixed in advance."""
 
     model: ModelSection = Field(
         ModelSection(spec="timm/resnet18"), description="A model of timm and its weights, as in finetune recipes."
@@ -47,7 +47,7 @@ class DropBlockRegularizer(SideBySide[RegularizerConfig]):
 
     def prepare(self) -> None:
         super().prepare()
-        # Made once, so that what does not fit is told before anything is written.
+        # Made once, so that mistakes surface before anything is written.
         model = build_backbone(self.config.model, self._images)
         self._additions(DETERMINISTIC).attach(model, torch.optim.SGD(model.parameters()))
 

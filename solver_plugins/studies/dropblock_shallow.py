@@ -55,7 +55,7 @@ class ShallowConfig(StudyConfig):
 
 
 def check_thetas(thetas: list[float]) -> None:
-    """Raises for a number that is no retain probability."""
+    """Raises ValueError if a number is not a retain probability."""
     wrong = [theta for theta in thetas if not 0 < theta < 1]
     if wrong:
         raise ValueError(f"expected every theta, the probability that a unit is kept, in (0, 1); found {wrong[0]}")
@@ -111,9 +111,9 @@ class Trained:
     """The weights after training, in float64, and the curves.
 
     Attributes:
-        U: Of the last layer.
-        V: Of the first layer.
-        iterations: Where the curves were read.
+        U: Weights of the last layer.
+        V: Weights of the first layer.
+        iterations: The steps at which the curves were read.
         sampled: The objective with the masks of that step, over the samples of its batch, scaled to all of them; empty
             where nothing is sampled.
         objective: The deterministic objective with the same weights.
@@ -129,7 +129,7 @@ class Trained:
         """Returns what a cell's file holds: None where training has diverged.
 
         Sampled objectives are compared with the deterministic one at the same weights. The masks of a step are
-        independent of its weights, so each ratio is one on average: so is their mean, up to a standard error.
+        independent of its weights, so each ratio is one on average, and so is their mean up to a standard error.
         """
         pairs = zip(self.sampled, self.objective, strict=False)
         ratios = torch.tensor([one / other for one, other in pairs], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Pictures of studies: one style, and colours that can be told apart without colour vision."""
+"""Figures of studies: one style, and colours that work without colour vision."""
 
 import math
 from collections.abc import Sequence
@@ -9,19 +9,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
-"""Okabe and Ito's, those that show on white first."""
+"""The colours of Okabe and Ito, those that show best on white first."""
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-"""A second way to tell lines apart, for prints without colour."""
+"""Line styles, to tell lines apart in print without colour."""
 
 
 def new_figure(rows: int, columns: int, *, width: float = 4.2, height: float = 3.0) -> tuple["Figure", list[list[Any]]]:
     """Returns a figure and its axes, row by row; width and height are those of one panel, in inches."""
-    # Imported here: matplotlib is slow, and most commands draw nothing.
+    # Imported late: matplotlib is slow to import, and most commands draw nothing.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(5.0, width * columns), height * rows), layout="constrained")
-    # Not pyplot: it would need a display, and keep the figure.
+    # pyplot would need a display and keep the figure in memory.
     FigureCanvasAgg(figure)
     axes = [
         [figure.add_subplot(rows, columns, row * columns + one + 1) for one in range(columns)] for row in range(rows)
@@ -36,12 +36,12 @@ def new_figure(rows: int, columns: int, *, width: float = 4.2, height: float = 3
 
 
 def line(index: int, **more: Any) -> dict[str, Any]:
-    """Returns colour and style of the line with this number, and whatever else is given, for ``plot``."""
+    """Returns the colour and style of a numbered line, together with other arguments of ``plot``."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], **more}
 
 
 def label(axes: Any, x: str | None = None, y: str | None = None, title: str | None = None, *, log: str = "") -> None:
-    """Names the axes and the panel; ``log`` tells the logarithmic axes, such as "xy"."""
+    """Sets the labels and the title; ``log`` names the logarithmic axes, such as "xy"."""
     for name, text in (("x", x), ("y", y)):
         if text is not None:
             getattr(axes, f"set_{name}label")(text, fontsize=9)
@@ -52,30 +52,30 @@ def label(axes: Any, x: str | None = None, y: str | None = None, title: str | No
 
 
 def legend(axes: Any, *, outside: bool = False) -> None:
-    """Adds a small legend without a frame, on the right of the axes where they are full."""
+    """Adds a small legend without a frame, inside the axes or to their right."""
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if outside else {}
     axes.legend(frameon=False, fontsize=8, **place)
 
 
 def whole_numbers(axes: Any) -> None:
-    """Names whole numbers only on the horizontal axis."""
+    """Labels only whole numbers on the horizontal axis."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def name_each(axes: Any, values: Sequence[float]) -> None:
-    """Names these values, and no others, on the horizontal axis, which is logarithmic."""
+    """Makes the horizontal axis logarithmic and labels exactly these values."""
     axes.set_xscale("log")
     axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_xticks([], minor=True)
 
 
 def save_figure(figure: "Figure", path: Path) -> None:
-    """Writes the figure; the ending of the path says the format."""
+    """Writes the figure in the format of the path's ending."""
     figure.savefig(path, dpi=150)
 
 
 def nan_for_none(values: Sequence[float | None]) -> list[float]:
-    """Returns what a line can be drawn through: gaps where there is no number."""
+    """Returns the values with NaN for None, so that lines have gaps there."""
     return [math.nan if value is None else value for value in values]

@@ -78,12 +78,12 @@ def _part(found: Any, splits: Splits, mode: str, name: str) -> Part:
 
 
 def scaled(part: Part, mean: Tensor, std: Tensor, device: torch.device, size: int | None = None) -> Part:
-    """Returns a split less this mean, over this spread, in another size if one is given."""
+    """Subtracts a mean from the images, divides by a spread, and resizes them if a size is given."""
     return Part((part.images - mean) / std, part.labels).resized(size).to(device)
 
 
 def normalised(part: Part, known: Part, device: torch.device, size: int | None = None) -> Part:
-    """Returns a split less the mean of a known one, over its spread, in another size if one is given."""
+    """Normalises a split by mean and spread of a known one, and resizes it if a size is given."""
     return scaled(part, known.images.mean(), known.images.std(), device, size)
 
 
@@ -105,6 +105,6 @@ class ImageStudy(Study[C]):
         self._images = self.config.data.load()
 
     def _normalised(self, context: Context) -> tuple[Part, Part]:
-        """Returns the training and the validation split, less the mean of the first, over its spread."""
+        """Returns the training and validation split, normalised by the training split."""
         known, other = self._images.train, self._images.validation
         return normalised(known, known, context.device), normalised(other, known, context.device)

@@ -1,4 +1,4 @@
-"""Accuracy of a deep equilibrium, and iterations to it, against the step alpha of its layers."""
+"""Accuracy and iterations of a deep equilibrium, by the step alpha of its layers."""
 
 import warnings
 from typing import Any
@@ -63,7 +63,7 @@ class OptEqAlpha(OptEqStudy[AlphaConfig]):
             unsettled += cell.arm == IMPLICIT and not float(model.equilibrium.residual) <= trusted
 
         with warnings.catch_warnings():
-            # Small alphas need more than K iterations; the gradient is unrolled then. It is counted instead.
+            # With small alphas K iterations do not suffice, so the gradient is unrolled; such steps are counted.
             warnings.simplefilter("ignore", NotConvergedWarning)
             hooks = Hooks(after_step=(count,))
             done = fit(model, fitting.batches(train, cell.seed), fitting.settings(), context, hooks=hooks)
@@ -80,7 +80,7 @@ class OptEqAlpha(OptEqStudy[AlphaConfig]):
 
     @torch.no_grad()
     def _iterations(self, model: OptEqNet, test: Part, solver: str) -> float:
-        """Returns the mean number of evaluations per image; those that need more than the limit count as the limit."""
+        """Returns the mean number of evaluations per image, each counted up to the limit."""
         config = self.config
         model.eval()
         before = model.equilibrium.solver
@@ -133,7 +133,7 @@ class OptEqAlpha(OptEqStudy[AlphaConfig]):
         alphas = sorted(self.config.alphas)
         for index, arm in enumerate(ARMS):
             found = [results.of(arm=arm, alpha=alpha) for alpha in alphas]
-            # Arms may agree: the first is drawn around the second.
+            # The arms may coincide, so the first has larger markers.
             style = {"color": COLOURS[index], "marker": "so"[index], "markersize": (8, 4)[index], "fillstyle": "none"}
             for place, one in zip(alphas, found, strict=True):
                 values = nan_for_none(one.each("accuracy"))

@@ -1,4 +1,4 @@
-"""The gradient of an equilibrium, unrolled against implicit: error, time and memory against the iterations K."""
+"""Gradients of an equilibrium, unrolled and implicit: error, time and memory by the number of iterations K."""
 
 import copy
 import math
@@ -32,7 +32,7 @@ MODES = {
 
 
 class DrawnMap(StrictConfig):
-    """An equilibrium with weights that are drawn, not trained."""
+    """An equilibrium with random weights."""
 
     kind: Literal["linear", "conv"] = Field("linear", description="Vectors, or feature maps with 3x3 convolutions.")
     layers: int = Field(1, ge=1, description="Layers of the equilibrium.")
@@ -58,7 +58,7 @@ class GradConfig(StudyConfig):
     maps: list[DrawnMap] = Field([DrawnMap(), DrawnMap(layers=3)], min_length=1, description="The equilibria.")
     alpha: float = Field(0.8, gt=0, le=1, description="Step of the layers.")
     norm: float = Field(0.9, gt=0, lt=1, description="The certified bound on |W| of Gaussian weights.")
-    iterations: list[int] = Field([1, 2, 5, 10, 20, 50], min_length=1, description="K, at most so many evaluations.")
+    iterations: list[int] = Field([1, 2, 5, 10, 20, 50], min_length=1, description="K, the most evaluations.")
     tol: float = Field(1e-6, gt=0, description="Relative residual at which an implicit solve stops before K.")
     repeats: int = Field(3, ge=1, description="Turns; the least time of each mode is taken.")
 
@@ -79,7 +79,7 @@ class OptEqGrad(Study[GradConfig]):
     Config = GradConfig
 
     def cells(self) -> list[Cell]:
-        # All modes of a map are one cell: they take turns, so that a slow moment hits all of them.
+        # One cell measures all modes of a map in turns, so that a slow moment affects all of them.
         return Cell.grid(arm=[one.name for one in self.config.maps], seed=self.config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
@@ -98,7 +98,7 @@ class OptEqGrad(Study[GradConfig]):
         seconds = dict.fromkeys(calls, math.inf)
         errors, peaks = {}, {}
         with warnings.catch_warnings():
-            # Few iterations are what is looked at here.
+            # Solves with few iterations are the point of this study.
             warnings.simplefilter("ignore", NotConvergedWarning)
             for turn in context.steps(config.repeats + 1):
                 for key, call in calls.items():
@@ -124,7 +124,7 @@ class OptEqGrad(Study[GradConfig]):
             make(wanted.width, wanted.width, constraint="none", norm=self.config.norm) for _ in range(wanted.layers)
         ]
         for layer in layers:
-            # The initial weights are orthogonal, with which one layer converges in a few steps; trained ones are not.
+            # The initial weights are orthogonal, for which one layer converges unusually fast.
             torch.nn.init.normal_(layer.W.weight)
             layer.project()
         return DeepOptEq(layers, self.config.alpha)
@@ -185,17 +185,17 @@ class OptEqGrad(Study[GradConfig]):
 
 
 def _with(model: DeepOptEq, solver: str, grad: str, iters: int, tol: float) -> DeepOptEq:
-    """Returns a copy of the model that is solved in another way."""
+    """Returns a copy of the model with another solver."""
     made = copy.deepcopy(model)
     made.solver = EQUILIBRIUM_SOLVERS.get(solver).from_options(
-        # Nothing is too inexact here: the error is what is measured.
+        # No tolerance: this study measures the error.
         iters=iters, tol=tol, grad=grad, implicit_iters=iters, implicit_tol=1e9
     )  # fmt: skip
     return made
 
 
 def _gradient(model: DeepOptEq, x: Tensor, towards: Tensor) -> Tensor:
-    """Returns the gradient of ``towards . z + |z|^2 / 2`` for all weights and the input, as one vector."""
+    """Returns the gradient of ``towards . z + |z|^2 / 2`` by all weights and the input, as one vector."""
     x = x.clone().requires_grad_()
     z = model(x)
     loss = (towards * z).sum() + z.square().sum() / 2
@@ -204,7 +204,7 @@ def _gradient(model: DeepOptEq, x: Tensor, towards: Tensor) -> Tensor:
 
 
 def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Returns CPU seconds of this process, or those of a clock for another device."""
+    """Returns the CPU seconds of a call, or its wall time on a GPU."""
     if device.type != "cuda":
         start = time.process_time()
         call()
@@ -217,14 +217,14 @@ def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def _peak_bytes(call: Callable[[], Tensor]) -> int:
-    """Returns how many bytes of tensors a call holds at most beyond what was there before it."""
+    """Returns the peak number of bytes of tensors that a call creates."""
     with _Held() as held:
         call()
     return held.peak
 
 
 class _Held(TorchDispatchMode):
-    """Counts the bytes of tensors that are made inside of it and not freed yet.
+    """Counts the bytes of tensors that were created inside it and are still alive.
 
     The profiler finds the same numbers, up to the workspace of convolutions, but writes to the terminal.
     """
@@ -240,7 +240,7 @@ class _Held(TorchDispatchMode):
         for one in tree_leaves(made):
             if isinstance(one, Tensor):
                 storage = one.untyped_storage()
-                # Views, and what an operation changes in place, are nothing new.
+                # Views and results of in-place operations are not new.
                 if storage._cdata not in given | self._known:
                     self._known.add(storage._cdata)
                     self.held += storage.nbytes()

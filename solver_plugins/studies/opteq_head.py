@@ -1,4 +1,4 @@
-"""An equilibrium head beside a linear one, on the same backbone: equal epochs, fixed beforehand."""
+"""An equilibrium head beside other heads on the same backbone, all trained by one schedule fixed in advance."""
 
 import copy
 from typing import Any
@@ -70,7 +70,7 @@ class OptEqHeadStudy(SideBySide[OptEqHeadConfig]):
         self._backbones, self._first = {}, None
         if config.backbone.train is not None:
             self._first = config.data.model_copy(update={"train": config.backbone.train}).load().train
-        # Made once, so that what does not fit is told before anything is written.
+        # Made once, so that mistakes surface before anything is written.
         self._put(build_backbone(config.backbone.model, self._images), OPTEQ)
 
     def _put(self, model: Any, arm: str) -> nn.Module:
@@ -87,7 +87,7 @@ class OptEqHeadStudy(SideBySide[OptEqHeadConfig]):
         return head
 
     def _backbone(self, seed: int, context: Context) -> nn.Module:
-        """Returns a copy of the backbone of a seed: the same for all heads."""
+        """Returns a copy of the backbone of a seed, which is the same for all heads."""
         if seed not in self._backbones:
             wanted = self.config.backbone
             with seeded(self.name, "backbone", seed):

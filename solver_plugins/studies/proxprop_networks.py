@@ -24,14 +24,14 @@ REFERENCE = "of *Proximal Backpropagation* (Frerix, Möllenhoff, Moeller and Cre
 
 
 def check_arms(arms: list[str]) -> None:
-    """Raises for an arm that is neither "backprop" nor a mode of ProxProp."""
+    """Raises OptionError unless every arm is "backprop" or a mode of ProxProp."""
     for arm in arms:
         if arm != BACKPROP:
             cg_steps(arm)
 
 
 def label_of(arm: str) -> str:
-    """Returns what tables call an arm."""
+    """Returns the name of an arm in tables."""
     return "BackProp" if arm == BACKPROP else f"ProxProp ({arm})"
 
 
@@ -45,7 +45,7 @@ class Training(StrictConfig):
 
     def settings(self, lr: float) -> TrainSettings:
         """Returns the settings of the training loop for a step size."""
-        # Without momentum there is nothing for Nesterov to look ahead by, and torch refuses it.
+        # torch refuses Nesterov's method without momentum.
         opt = "momentum" if self.optimizer == "nesterov" and not self.momentum else self.optimizer
         return TrainSettings(self.epochs, OptimizerSection(opt=opt, lr=lr, weight_decay=0.0, momentum=self.momentum))
 
@@ -60,7 +60,7 @@ def mlp(shape: tuple[int, int, int], hidden: list[int], classes: int) -> nn.Modu
 def conv_net(shape: tuple[int, int, int], filters: list[int], classes: int) -> nn.Module:
     """Returns the convolutional network; the paper's has 16, 20 and 20 filters of 5x5, each followed by pooling.
 
-    The authors' code leaves the last pooling out; this is the network of the text.
+    This is the network of the paper's text; the authors' code leaves out the last pooling.
     """
     channels, height, width = shape
     layers: list[nn.Module] = []
@@ -79,8 +79,8 @@ def train_network(
     """Trains with plain gradients (mode "backprop") or ProxProp's ("exact", "cg3"), until the end or divergence.
 
     Returns:
-        What a cell's file holds. The curves are read before the first epoch and after each one: the loss over the whole
-        training split, the accuracy on the validation split in percent, and the seconds of training alone.
+        The values of a cell. Its curves have a point before the first epoch and after each one: the loss over the whole
+        training split, the accuracy on the validation split in percent, and the seconds spent in training.
     """
     model = model.to(context.device)
     train, validation = (part.to(context.device) for part in (images.train, images.validation))

@@ -1,4 +1,4 @@
-"""Table 1 of the ProxProp paper: which step sizes training survives."""
+"""Table 1 of the ProxProp paper: the step sizes at which training stays finite."""
 
 from typing import Any, Self
 
@@ -41,7 +41,7 @@ class StabilityConfig(ImageConfig):
 
 @register_study
 class ProxPropStability(ImageStudy[StabilityConfig]):
-    """Which step sizes ProxProp and plain gradients survive."""
+    """The step sizes at which ProxProp and plain gradients stay finite."""
 
     name = "proxprop-stability"
     tags = ("proxprop", "images")
@@ -116,14 +116,14 @@ class ProxPropStability(ImageStudy[StabilityConfig]):
         rates = sorted(self.config.rates)
         for index, arm in enumerate(self.config.arms):
             found = {rate: results.of(arm=arm, lr=rate).each("loss") for rate in rates}
-            # One seed that has diverged is enough for a cross.
+            # If one seed diverged, the panel shows a cross.
             _draw(ours, {rate: None if None in losses else mean(losses) for rate, losses in found.items()}, index, arm)
             if arm in PAPER:
                 _draw(printed, dict(sorted(PAPER[arm].items())), index, arm)
         label(ours, title=f"this run, {self.config.training.epochs} epochs")
         label(printed, title="paper, 50 epochs")
         for panel in (ours, printed):
-            # Room for the crosses.
+            # Leaves room for the crosses.
             low, high = panel.get_ylim()
             panel.set_ylim(low, high * (high / low) ** 0.25)
             legend(panel)
@@ -132,7 +132,7 @@ class ProxPropStability(ImageStudy[StabilityConfig]):
 
 def _draw(panel: Any, losses: dict[float, float | None], index: int, arm: str) -> None:
     style = line(index, marker="o", markersize=4, label=label_of(arm))
-    # A million is worth no axis: what is above has not trained, and the cross on the edge would hide.
+    # Larger losses are cut off: they would stretch the axis and hide the crosses.
     heights = [None if loss is None else min(loss, 1e3) for loss in losses.values()]
     panel.plot(list(losses), nan_for_none(heights), **style)
     gone = [rate for rate, loss in losses.items() if loss is None]

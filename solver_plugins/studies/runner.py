@@ -1,4 +1,4 @@
-"""Runs a study: every cell that is not done yet, then tables, figure and ``metrics.json``."""
+"""Runs a study: measures every cell that is not done yet, then writes tables, figure and ``metrics.json``."""
 
 import json
 import platform
@@ -46,25 +46,25 @@ def run_study(
     overwrite: bool = False,
     command: str | None = None,
 ) -> StudyOutcome:
-    """Runs a study, or what is left of it; call it in every process of a launch.
+    """Runs a study, or the rest of it; call it in every process of a launch.
 
     Args:
         name: The study.
         config: Its settings; see :func:`read_study_config`.
         output: The folder. A run of the same study and config in it is continued.
-        scale: What the settings are called in the report.
-        overwrite: Whether another run in that folder is replaced.
-        command: How it was started, for the report.
+        scale: The name of the settings in the report.
+        overwrite: Whether to replace another run in that folder.
+        command: How the study was started, for the report.
 
     Raises:
-        SolverPluginsError: Of some kind, for everything that a user can put right; cells that are done stay.
+        SolverPluginsError: For every mistake that the user can fix; finished cells are kept.
     """
     study = STUDIES.get(name)(config)
     stages = study.stages()
     _check_cells(study, stages)
     folder = RunFolder(Path(output).expanduser())
     with Team() as team:
-        # Before the folder is made: a mistake in the config leaves nothing behind.
+        # Before the folder is made, so that a mistake in the config leaves nothing behind.
         team.agree(_attempt(study.prepare))
         team.first(lambda: folder.open(name, scale, config, overwrite))
         results = Results()
@@ -78,7 +78,7 @@ def run_study(
             figure = study.draw(results)
             folder.write_file(FIGURE, lambda path: save_figure(figure, path))
             folder.write(TABLE, page(study, tables, metrics, command))
-            # Last: who finds it finds the others, too.
+            # Written last: if it exists, so do the others.
             folder.write(METRICS, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
 
         team.first(report)
@@ -95,7 +95,7 @@ def _check_cells(study: Study[Any], stages: list[list[Cell]]) -> None:
 
 
 def _attempt(do: Callable[[], None]) -> Exception | None:
-    """Returns the error, so that the other processes can be told of it before it is raised."""
+    """Returns the error instead of raising it, so that the other processes can be told first."""
     try:
         do()
     except Exception as error:
@@ -115,7 +115,7 @@ def _measure(study: Study[Any], stage: list[Cell], earlier: Results, folder: Run
             try:
                 folder.save(_run_cell(study, cell, team.device, talks, earlier, folder.cells))
             except BaseException:
-                # Also when it is interrupted: nobody should begin another cell.
+                # Also if interrupted: no process should begin another cell.
                 folder.stop()
                 raise
 
@@ -158,7 +158,7 @@ def _metrics(study: Study[Any], scale: str, results: Results, team: Team) -> dic
 
 
 def _processor() -> str:
-    """Returns the processor's name, where the system tells it."""
+    """Returns the processor's name, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

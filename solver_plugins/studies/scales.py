@@ -20,7 +20,7 @@ SCALES = ("smoke", "short", "paper")
 
 
 def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = ()) -> StudyConfig:
-    """Returns the settings of a study at a scale, changed by ``key=value`` texts; a note tells of the changes, too.
+    """Returns the settings of a study at a scale, changed by ``key=value`` texts, which its note mentions.
 
     Raises:
         UnknownNameError: If there is no such study.
@@ -34,7 +34,7 @@ def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = 
     for text in changes:
         apply_change(options, text)
     if changes and written and options["note"] == written:
-        # The note is about the settings of the file, and these are others.
+        # The note describes the settings in the file, which have been changed.
         options["note"] = f"{written} Changed for this run: {', '.join(changes)}."
     return study.Config.parse(options, owner=f"The study {name!r} at scale {scale!r}")
 
@@ -65,7 +65,7 @@ def _at_scale(path: Path, scale: str) -> dict[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns both, section by section; where both have a value it is that of ``above``."""
+    """Merges two mappings section by section; values of ``above`` take precedence."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)

@@ -20,7 +20,7 @@ class SideBySideConfig(ImageConfig):
 
 
 class Column(NamedTuple):
-    """A value of the cells, as the table shows it; without a form it is the same for all seeds."""
+    """A column of the table: a value of the cells, averaged over seeds if it has a format."""
 
     key: str
     heading: str
@@ -40,9 +40,9 @@ class SideBySide(ImageStudy[C]):
 
     Attributes:
         arms: What is compared.
-        heading: What the arms are, above their column.
-        columns: The values that are shown.
-        note: What else a reader of the table has to know.
+        heading: The heading of the arms' column.
+        columns: The values to show.
+        note: What else readers of the table should know.
     """
 
     arms: ClassVar[tuple[str, ...]]

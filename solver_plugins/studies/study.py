@@ -1,4 +1,4 @@
-"""What a study is: a config, a list of independent cells, and how their results become tables and a figure.
+"""The base of all studies: a config, independent cells, and the tables and figure made from their results.
 
 A third-party distribution adds one by an entry point of the group ``solver_plugins.studies``::
 
@@ -32,7 +32,7 @@ Value = str | int | float
 
 
 class StudyConfig(StrictConfig):
-    """What every study has."""
+    """The settings that every study has."""
 
     seeds: list[int] = Field([0], min_length=1, description="One repetition for each; arms share data and weights.")
     note: str = Field("", description="What readers of the report should know, such as how settings were chosen.")
@@ -51,7 +51,7 @@ class Cell:
 
     Attributes:
         arm: What is compared ("backprop", "cg3").
-        seed: Of data, weights and sampling.
+        seed: The seed of data, weights and sampling.
         setting: What else varies, as pairs of name and value.
     """
 
@@ -81,13 +81,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell and what came out of it.
+    """A cell and its results.
 
     Attributes:
         cell: The cell.
         values: What its study returned; long lists are under "curves".
-        seconds: Of a clock on the wall.
-        cpu_seconds: Of all threads of its process.
+        seconds: Wall time.
+        cpu_seconds: CPU time of all threads of the process.
     """
 
     cell: Cell
@@ -100,7 +100,7 @@ class Results(list[Measured]):
     """The measured cells, in the order of the study."""
 
     def of(self, *, arm: str | None = None, seed: int | None = None, **setting: Value) -> Self:
-        """Returns those of an arm, a seed, and values of the setting."""
+        """Returns the cells of an arm, a seed, and values of the setting."""
         wanted = setting.items()
         return type(self)(
             one
@@ -111,30 +111,30 @@ class Results(list[Measured]):
         )
 
     def each(self, key: str) -> list[Any]:
-        """Returns one value of every cell."""
+        """Returns a value of every cell."""
         return [one.values[key] for one in self]
 
     def known(self, key: str) -> list[float]:
-        """Returns a value of the cells that have it."""
+        """Returns a value of the cells for which it is not None."""
         return [value for value in self.each(key) if value is not None]
 
     def mean(self, key: str) -> float | None:
-        """Returns the mean of a value; None where no cell has it."""
+        """Returns the mean of a value over the cells that have it; None if none has."""
         return mean(self.each(key))
 
     def spread(self, key: str, form: str) -> str:
-        """Returns mean ± standard deviation of a value as text; see :func:`spread`."""
+        """Returns mean ± standard deviation of a value; see :func:`spread`."""
         return spread(self.each(key), form)
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Returns the mean of what is there; None for nothing."""
+    """Returns the mean of the values that are not None; None if there are none."""
     there = [value for value in values if value is not None]
     return sum(there) / len(there) if there else None
 
 
 def spread(values: Sequence[float | None], form: str) -> str:
-    """Returns mean ± standard deviation of what is there, and how much is not; "-" for nothing."""
+    """Returns mean ± standard deviation of the values as text, and how many are None; "-" if all are."""
     there = [value for value in values if value is not None]
     if not there:
         return "-"
@@ -144,12 +144,12 @@ def spread(values: Sequence[float | None], form: str) -> str:
 
 
 def shown(value: float | None, form: str, missing: str = "") -> str:
-    """Returns a number as text, and what stands for one that is missing."""
+    """Formats a number; ``missing`` stands for None."""
     return missing if value is None else f"{value:{form}}"
 
 
 def finite(value: float | torch.Tensor) -> float | None:
-    """Returns a number as a cell's file can hold it: None if it is not finite."""
+    """Returns a number as JSON can hold it: None if it is not finite."""
     return float(value) if math.isfinite(value) else None
 
 
@@ -160,8 +160,8 @@ class Table:
     Attributes:
         title: One line above it.
         columns: The headings; the first column is text, the others are numbers.
-        rows: As many texts as there are columns, each.
-        note: What a reader has to know to read it.
+        rows: The texts of each row.
+        note: What readers should know.
     """
 
     title: str
@@ -182,13 +182,13 @@ def _row(cells: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Context:
-    """Where a cell runs.
+    """The surroundings of a cell.
 
     Attributes:
         steps: ``for step in steps(n)`` counts from 0 to n - 1 and shows a progress bar.
-        device: Where tensors of large studies belong.
-        earlier: What the stages before this one have measured; see :meth:`Study.stages`.
-        folder: Where a cell may keep files for later stages, named after itself; None for nowhere.
+        device: Where to put models and data.
+        earlier: The results of earlier stages; see :meth:`Study.stages`.
+        folder: Where a cell may keep files for later stages, named after itself; None if there is no folder.
         talks: Whether this process shows progress bars.
     """
 
@@ -208,7 +208,7 @@ class Study(ABC, Generic[C]):
     Attributes:
         name: What it is called on the command line.
         tags: Words to filter by.
-        reference: Which figure or table of which paper it repeats.
+        reference: The figure or table that it reproduces.
         Config: Its settings.
         settings: The YAML file with its scales; by default ``configs/studies/NAME.yaml`` of this library.
         config: The settings of this run.
@@ -224,7 +224,7 @@ class Study(ABC, Generic[C]):
         self.config = config
 
     def prepare(self) -> None:
-        """Loads what all cells need and raises if something is missing; called once, before anything is written."""
+        """Loads what all cells need, and raises if something is missing; called once, before anything is written."""
         return
 
     @abstractmethod
@@ -232,9 +232,9 @@ class Study(ABC, Generic[C]):
         """Lists what is to be measured."""
 
     def stages(self) -> list[list[Cell]]:
-        """Returns all cells in groups that wait for each other: a cell knows the results of the groups before its own.
+        """Returns the cells in stages; a cell can use the results of earlier stages.
 
-        One group by default. A study that searches for a step size first has two.
+        There is one stage by default. A study that first searches for a step size has two.
         """
         return [self.cells()]
 
@@ -242,22 +242,22 @@ class Study(ABC, Generic[C]):
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         """Measures one cell.
 
-        Torch's global random state has been seeded with the study and the cell's seed: it is the same for all arms.
+        The global random state is seeded with the study's name and the cell's seed, so it is the same for all arms.
 
         Returns:
-            What can be written as JSON, so None instead of NaN; long lists under "curves".
+            Values for a JSON file, so None instead of NaN; long lists go under "curves".
         """
 
     @abstractmethod
     def tables(self, results: Results) -> list[Table]:
-        """Returns the tables of the report, with the paper's numbers beside ours where it has some."""
+        """Returns the tables of the report, with the paper's numbers beside ours where there are some."""
 
     @abstractmethod
     def draw(self, results: Results) -> "Figure":
         """Draws the figure in the paper's layout."""
 
     def summary(self, results: Results) -> dict[str, Any]:
-        """Returns the numbers that a reader asks for first."""
+        """Returns the most important numbers."""
         return {}
 
 

@@ -1,4 +1,4 @@
-"""Training a network in a cell of a study: the loop of ``finetune``, by one process, with divergence as a result."""
+"""Training in a cell of a study: the loop of ``finetune`` in a single process, where divergence is a result."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ EVALUATION_BATCH = 500
 
 
 class Fitting(StrictConfig):
-    """How a classifier of images is trained: by one schedule, the same for all arms."""
+    """How a classifier of images is trained, in the same way for all arms."""
 
     optimizer: Literal["sgd", "adamw"] = Field("sgd", description="SGD with momentum, or AdamW.")
     lr: float = Field(0.1, gt=0, description="Step size at the beginning.")
@@ -51,7 +51,7 @@ class Fitting(StrictConfig):
         if self.decay_epochs is not None:
             schedule = ScheduleSection(sched="step", decay_epochs=self.decay_epochs, decay_rate=self.decay_rate)
         optimizer = OptimizerSection(
-            # What timm calls sgd is Nesterov's.
+            # timm's sgd uses Nesterov's momentum.
             opt="momentum" if self.optimizer == "sgd" else "adamw",
             lr=self.lr,
             weight_decay=self.weight_decay,
@@ -65,10 +65,10 @@ class Fitted:
     """How training went.
 
     Attributes:
-        loss: Of the last step; None if training diverged.
-        seconds: Of training alone, on the clock.
-        cpu_seconds: Of training alone, by all threads of the process.
-        steps: Steps of the optimizer.
+        loss: The loss of the last step; None if training diverged.
+        seconds: Wall time of training, without evaluation.
+        cpu_seconds: CPU time of training, without evaluation.
+        steps: The number of optimiser steps.
     """
 
     loss: float | None
@@ -78,7 +78,7 @@ class Fitted:
 
     @property
     def diverged(self) -> bool:
-        """Whether a loss, an activation, a gradient or a weight was not finite any more."""
+        """Whether a loss, an activation, a gradient or a weight was no longer finite."""
         return self.loss is None
 
 
@@ -92,15 +92,15 @@ def fit(
     additions: Additions | None = None,
     hooks: Hooks | None = None,
 ) -> Fitted:
-    """Trains the parameters that want a gradient, until the end or until something is not finite.
+    """Trains the parameters that require a gradient, until the end or until something is not finite.
 
     Args:
         model: The model.
-        batches: What it is trained on, on the device of the context.
+        batches: The training data, on the device of the context.
         settings: Optimiser, schedule and number of epochs.
         context: Where the cell runs.
         objective: What is minimised; the loss of a classifier by default.
-        additions: Implicit weight steps, or a regulariser of the loss of a classifier; they are taken off again.
+        additions: Implicit weight steps or a regulariser, which are removed after training.
         hooks: What happens after steps and epochs.
     """
     context, additions = context or Context(), additions or Additions()
@@ -112,7 +112,7 @@ def fit(
         loop.run()
         loss = loop.progress.last_loss
     except (DivergedError, DivergenceError, NonFiniteError, WeightError):
-        # A WeightError: the weights of a solver block are not finite, so that they have no step size.
+        # WeightError: the weights of a solver block are not finite, so no step size exists.
         loss = None
     finally:
         additions.remove()
@@ -137,16 +137,16 @@ def scores(model: nn.Module, part: Part, *place: int | str, size: int = EVALUATI
 
 @torch.no_grad()
 def collected(model: nn.Module, part: Part, forward: Callable[[Tensor], Tensor], size: int = 200) -> Tensor:
-    """Returns what a function of the images gives for a whole split, with the model in evaluation mode."""
+    """Returns a function of all images of a split, computed in batches with the model in evaluation mode."""
     model.eval()
     return torch.cat([forward(images) for images in part.images.split(size)])
 
 
 def features_of(model: nn.Module, part: Part, size: int = 200) -> Tensor:
-    """Returns what the classifier of a model of timm reads."""
+    """Returns the features that the classifier of a timm model reads."""
     return collected(model, part, lambda x: model.forward_head(model.forward_features(x), pre_logits=True), size)  # type: ignore[operator]
 
 
 def parameters_of(model: nn.Module) -> int:
-    """Returns how many parameters are trained."""
+    """Returns the number of trained parameters."""
     return sum(one.numel() for one in model.parameters() if one.requires_grad)

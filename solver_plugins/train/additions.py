@@ -1,4 +1,4 @@
-"""What a config adds to the training of a model, beside solver blocks: implicit weight steps, a regulariser."""
+"""What a config can add to training besides solver blocks: implicit weight steps and a regulariser."""
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,11 @@ from solver_plugins.train.data import Batch
 class Additions:
     """Implicit weight steps and a regulariser, put on a model and its optimiser by :meth:`attach`.
 
-    Neither Parameters nor state dicts change, so that exports are plain.
+    Neither Parameters nor state dicts change, so exports stay plain.
 
     Args:
-        proxprop: The implicit steps; None for plain ones.
-        regularizer: Structured dropout before the classifier; None for none.
+        proxprop: The implicit steps; None for plain steps.
+        regularizer: Structured dropout before the classifier; None to leave it out.
     """
 
     def __init__(self, proxprop: ProxPropSection | None = None, regularizer: RegularizerSection | None = None):
@@ -27,14 +27,14 @@ class Additions:
         self.proxprop: ProxProp | None = None
 
     def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Puts them on a model and its optimiser, prepared or not.
+        """Puts the additions on a model and its optimiser, prepared or not.
 
         Args:
-            model: The model inside of all wrappers; after sharding, which replaces Parameters.
+            model: The unwrapped model. Attach after sharding, which replaces Parameters.
             optimizer: Its optimiser.
 
         Raises:
-            SolverPluginsError: Of some kind, if they do not fit the model.
+            SolverPluginsError: If they do not fit the model.
         """
         proxprop, regularizer = self.sections
         if regularizer is not None:
@@ -60,17 +60,17 @@ class Additions:
             raise
 
     def penalty(self, batch: Batch) -> Tensor | None:
-        """Returns what is added to the loss of the pass just made; None for nothing."""
+        """Returns the term to add to the loss of the last forward pass; None if there is none."""
         if self.regularizer is None:
             return None
         rows = self.regularizer.row_shape
         if rows is not None and len(rows) == 2 and "attention_mask" in batch:
-            # A classifier of every token, of which transformers keeps the last one's logits.
+            # The classifier runs on every token, and transformers keeps the logits of the last one.
             return self.regularizer(_last_tokens(batch["attention_mask"]))
         return self.regularizer()
 
     def describe(self) -> list[str]:
-        """Returns a sentence about each of them, for the plan of a run."""
+        """Returns one sentence for each addition, for the dry run."""
         lines = []
         if self.proxprop is not None:
             lines.append(f"proxprop: {self.proxprop.mode}, tau_theta {self.proxprop.tau_theta:g}, on "
@@ -82,7 +82,7 @@ class Additions:
         return lines
 
     def remove(self) -> None:
-        """Takes them off again."""
+        """Takes all additions off again."""
         for one in (self.regularizer, self.dropout):
             if one is not None:
                 one.remove()

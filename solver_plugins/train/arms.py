@@ -16,7 +16,7 @@ from solver_plugins.train.preparation import remember_data
 
 
 def arms_of(config: FinetuneConfig) -> tuple[str, ...]:
-    """Returns what is trained: the model with what the config adds and its baseline, or the plain model alone."""
+    """Returns the models to train: the one with what the config adds and its baseline, or the plain one alone."""
     if not config.changes:
         return ("plain",)
     return ("solver", "baseline") if config.baseline else ("solver",)
@@ -29,14 +29,14 @@ def make_arm(
     processes: int,
     before_conversion: Callable[[nn.Module, Any], None] | None = None,
 ) -> tuple[nn.Module, Loaders]:
-    """Builds the model of one arm, the same in every process, and what it reads.
+    """Builds the model of one arm, identical in every process, and its data loaders.
 
     Args:
         config: The run.
         splits: Its data.
         name: One of :func:`arms_of`.
         processes: How many processes share the batches.
-        before_conversion: Called with the plain model and an example of its inputs, where the model is converted.
+        before_conversion: Called with the plain model and example inputs, right before a conversion.
     """
     set_seed(config.seed)
     model = build_model(config, splits)

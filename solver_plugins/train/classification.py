@@ -1,4 +1,4 @@
-"""The loss of a classifier: cross entropy, smoothed or on mixed images, and whatever a config adds to it."""
+"""The loss of a classifier: cross entropy, with label smoothing, mixup and a penalty where they are asked for."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -32,11 +32,11 @@ class Classification:
     """The loss of a classifier on a batch: an objective of the training loop.
 
     Args:
-        accelerator: Its autocast is used.
-        dtype: Of the inputs.
+        accelerator: Provides autocast.
+        dtype: The dtype of the inputs.
         label_smoothing: Share of each label that goes to all classes.
-        mixup: How images are mixed, and the number of classes; None for not at all.
-        penalty: Returns what is added to the loss of the pass just made, given its batch; None for nothing.
+        mixup: How images are mixed, and the number of classes; None for no mixing.
+        penalty: Returns the term to add to the loss after a forward pass on a batch, or None.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Examples as a model takes them: columns found, labels checked, images transformed, texts tokenised, batches made."""
+"""The data of a run: finds columns, checks labels, transforms images, tokenises texts and makes batches."""
 
 import hashlib
 import json
@@ -28,9 +28,9 @@ class Splits:
     """Both splits, as they are stored.
 
     Attributes:
-        train: To train on.
-        eval: To evaluate on.
-        column: Of images or texts.
+        train: The training split.
+        eval: The evaluation split.
+        column: The column of images or texts.
         is_text: Whether they are texts.
         label: The column of labels.
         classes: The names of the classes, in the order of their numbers.
@@ -44,7 +44,7 @@ class Splits:
     classes: tuple[str, ...]
 
     def identity(self) -> dict[str, Any]:
-        """Returns what tells these examples from others: their number, their classes, and their labels in order."""
+        """Returns what identifies these examples: their number, their classes, and their labels in order."""
         both = [[str(one) for one in split[self.label]] for split in (self.train, self.eval)]
         labels = hashlib.sha256(json.dumps(both).encode()).hexdigest()
         return {"train": len(self.train), "eval": len(self.eval), "classes": list(self.classes), "labels": labels}
@@ -54,7 +54,7 @@ def load_splits(config: DataSection) -> Splits:
     """Loads and checks both splits.
 
     Raises:
-        DataError: If one is missing or empty, or has no such columns, or labels do not fit each other.
+        DataError: If a split is missing or empty, has no such columns, or its labels do not fit the other's.
     """
     train, evaluation = (load_split(config, split) for split in (config.train, config.eval))
     column = config.text or _column(train, config.image, _IMAGE_NAMES, "image")
@@ -112,7 +112,7 @@ def _check_labels(values: Any, classes: tuple[str, ...], where: str) -> None:
 
 
 def _check_classes(splits: Splits, config: DataSection) -> None:
-    """Checks that a number means the same class in both splits, and that what is evaluated was trained on."""
+    """Checks that a number means the same class in both splits, and that every evaluated class is trained."""
     names = getattr(splits.eval.features[splits.label], "names", None)
     if names and tuple(names) != splits.classes:
         raise DataError(
@@ -143,15 +143,15 @@ def _check_classes(splits: Splits, config: DataSection) -> None:
 class Examples(Dataset[dict[str, Any]]):
     """The examples of one split; an index is a pair of epoch and number.
 
-    Random augmentation depends on the seed and that pair alone: not on the process that reads an example, nor on what
-    was read before it, so a resumed run and a run of several processes see the same images.
+    Random augmentation depends only on the seed and that pair, not on the process that reads an example or on what
+    was read before. So a resumed run and a run of several processes see the same images.
 
     Args:
         found: The ``datasets.Dataset``.
         splits: What is known of it.
-        prepare: Makes the model's arguments of an image or text.
+        prepare: Turns an image or text into arguments of the model.
         seed: The run's seed.
-        name: Of the split, for messages.
+        name: What messages call the split.
     """
 
     def __init__(self, found: Any, splits: Splits, prepare: Callable[[Any], Any], seed: int, name: str):
@@ -179,18 +179,18 @@ class Examples(Dataset[dict[str, Any]]):
 
 
 class Order(Sampler[Any]):
-    """The order of one epoch: a permutation that depends on the seed and the epoch alone.
+    """The order of one epoch: a permutation that depends only on the seed and the epoch.
 
     Args:
         count: How many examples there are.
         batch_size: Examples of one optimiser step.
         seed: The run's seed.
-        rest: Whether examples that do not fill a step make a smaller one; by default an epoch leaves them out.
+        rest: Whether leftover examples make a smaller step; by default an epoch leaves them out.
 
     Attributes:
         steps: How many steps an epoch has.
-        epoch: Which one comes next.
-        skip: How many examples of it are done already.
+        epoch: The epoch that comes next.
+        skip: How many of its examples are already done.
     """
 
     def __init__(self, count: int, batch_size: int, seed: int, rest: bool = False):
@@ -217,7 +217,7 @@ class Loaders:
 
     Attributes:
         train: Batches of one process and pass, prepared or not.
-        order: Of the training examples.
+        order: The order of the training examples.
         eval: Batches of one process, prepared or not.
     """
 
@@ -238,7 +238,7 @@ class Loaders:
 
 
 def example_of(loader: Any) -> Batch:
-    """Returns a batch of the first two examples of a loader, for a pass that is only recorded or looked at."""
+    """Returns a batch of a loader's first two examples, for a pass that is only recorded or inspected."""
     examples = loader.dataset
     made: Batch = loader.collate_fn([examples[(0, 0)], examples[(0, 1 % len(examples))]])
     return made
@@ -248,7 +248,7 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
     """Makes the loaders for a model.
 
     Raises:
-        DataError: If there is less than one batch to train on, or the batch cannot be shared out.
+        DataError: If there is less than one batch to train on, or processes cannot share a batch evenly.
     """
     parts = processes * config.accumulation
     if config.batch_size % parts:
@@ -268,7 +268,7 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
     order = Order(len(train), config.batch_size, config.seed)
 
     def loader(examples: Examples, sampler: Any, size: int) -> DataLoader[Any]:
-        # A generator of its own: making an iterator draws a number, and must not draw it from the solvers' source.
+        # Making an iterator draws a number; its own generator keeps it from changing what solvers sample.
         own = torch.Generator().manual_seed(config.seed)
         workers = config.data.workers
         return DataLoader(

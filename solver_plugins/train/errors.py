@@ -12,12 +12,12 @@ class OutputError(SolverPluginsError, ValueError):
 
 
 class CheckpointError(SolverPluginsError, RuntimeError):
-    """A checkpoint that cannot be written, or none that could be continued from."""
+    """A checkpoint that cannot be written, or no checkpoint to continue from."""
 
 
 class DivergedError(SolverPluginsError, ArithmeticError):
-    """The loss is not finite any more."""
+    """A loss or a weight is no longer finite."""
 
 
 class LaunchError(SolverPluginsError, RuntimeError):
-    """Processes that do not know of each other."""
+    """Processes that do not know about each other."""

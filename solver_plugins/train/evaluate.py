@@ -1,4 +1,4 @@
-"""Accuracy and loss on a split: every example counted once, several trials where a model samples."""
+"""Accuracy and loss on a split: every example counts once, and a model that samples is evaluated several times."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ class Scores:
     """What an evaluation found.
 
     Attributes:
-        accuracy: Share of right answers, in percent; the mean over the trials.
+        accuracy: Percentage of correct answers, averaged over the trials.
         accuracy_std: Standard deviation over the trials; 0 for a single one.
         loss: Mean cross entropy.
         trials: How many there were.
@@ -38,7 +38,7 @@ class Scores:
 
 
 def samples_in_evaluation(model: nn.Module) -> bool:
-    """Whether two evaluations of a model differ."""
+    """Whether a model samples in evaluation, so that two evaluations differ."""
     return any(
         isinstance(block, LayerBlock) and block.solver.samples != "nothing" and block.solver.samples_in_evaluation
         for block in model.modules()
@@ -54,14 +54,14 @@ def evaluate(
     place: tuple[int | str, ...],
     trials: int,
 ) -> Scores:
-    """Evaluates a model; random numbers and its mode are as before.
+    """Evaluates a model; its mode and the random state stay as they were.
 
     Args:
         accelerator: Of the run, or the process by itself.
         model: The model, prepared or not.
         loader: Batches of the split, prepared, with the split as their ``dataset``.
-        dtype: Of the inputs.
-        place: Where in the run this is, for the random numbers of a model that samples.
+        dtype: The dtype of the inputs.
+        place: Where in the run this is; it seeds the random numbers of a model that samples.
         trials: How often a model that samples in evaluation is evaluated; any other is evaluated once.
     """
     count = len(loader.dataset)
@@ -96,7 +96,7 @@ def _pass(
         labels = batch["labels"]
         loss = functional.cross_entropy(logits, labels, reduction="none")
         hits = logits.argmax(-1) == labels
-        # Also drops the examples that fill up the last batch of several processes.
+        # This also drops the examples that pad the last batch of several processes.
         gathered, hits = accelerator.gather_for_metrics((loss, hits))
         right += int(hits.sum())
         seen += len(hits)

@@ -1,4 +1,4 @@
-"""The finished model as a folder of safetensors and JSON, for ``solver_plugins.load``, timm and transformers."""
+"""Exports a trained model as a folder of safetensors and JSON, for ``solver_plugins.load``, timm and transformers."""
 
 import copy
 import shutil
@@ -17,7 +17,7 @@ from solver_plugins.train.models import has_blocks
 
 
 def skeleton_of(model: nn.Module, accelerator: Accelerator) -> nn.Module | None:
-    """Returns a copy that whole weights can be loaded into, where training will share them out."""
+    """Returns a copy for the whole weights if training will shard them; else None."""
     return copy.deepcopy(model) if is_sharded(accelerator) else None
 
 
@@ -26,16 +26,16 @@ def export_model(
 ) -> int:
     """Saves a trained model and returns the number of its parameters; call it in all processes.
 
-    Where training has shared the weights out, the model is the copy of :func:`skeleton_of`, into which the first
-    process loads the whole ``weights``.
+    If training has sharded the weights, pass the copy of :func:`skeleton_of` and the whole ``weights``, which the first
+    process loads into it.
 
     Raises:
-        SavingError: If it could not be loaded again.
+        SavingError: If the model could not be loaded again.
     """
     if weights is not None and accelerator.is_main_process:
         model.load_state_dict(weights)
     if accelerator.is_main_process:
-        # An export that was interrupted before its result was written down is made anew.
+        # An earlier export may have been interrupted before its result was written.
         shutil.rmtree(folder, ignore_errors=True)
         training = model.training
         model.eval()

@@ -1,4 +1,4 @@
-"""A whole run: the model with its solver, the plain one beside it, their exports and the comparison."""
+"""A whole finetuning run: trains the model with its solver and the plain baseline, exports and compares them."""
 
 import json
 from collections.abc import Callable
@@ -37,15 +37,15 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
 
     Args:
         config: The run.
-        resume: Whether a run in its output folder is continued; it ends as if it had never been interrupted. Where
-            there is none, it starts.
-        overwrite: Whether such a run is replaced.
+        resume: Whether to continue a run in the output folder, which then ends as if it had never been interrupted. If
+            there is none, a new run starts.
+        overwrite: Whether to replace a run in the output folder.
 
     Returns:
         The results of each arm, as in ``results.json``.
 
     Raises:
-        SolverPluginsError: Of some kind, for everything that a user can put right.
+        SolverPluginsError: For every mistake that the user can fix.
     """
     if resume and overwrite:
         raise OutputError("Expected --resume or --overwrite; found both.")
@@ -79,7 +79,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
 
 
 def _in_first_process(accelerator: Accelerator, do: Callable[[], None]) -> None:
-    """Does something in the first process; all of them stop if that fails."""
+    """Does something in the first process; all processes stop if it fails."""
     said: list[str | None] = [None]
     if accelerator.is_main_process:
         try:
@@ -92,7 +92,7 @@ def _in_first_process(accelerator: Accelerator, do: Callable[[], None]) -> None:
 
 
 def _finished(folder: Path) -> dict[str, Any] | None:
-    """Returns the result of an arm that is done; it is written last."""
+    """Returns the result of a finished arm, which is the last file written; None if it is not finished."""
     try:
         found: dict[str, Any] = json.loads((folder / outputs.RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -105,12 +105,12 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def train_settings(config: FinetuneConfig) -> TrainSettings:
-    """Returns what the training loop takes from a config."""
+    """Returns the settings of the training loop."""
     return TrainSettings(config.epochs, config.optimizer, config.schedule)
 
 
 class FinetunedArm:
-    """One model of a run: made here, nothing written before :meth:`train`."""
+    """One model of a run. Making it writes nothing; :meth:`train` does."""
 
     def __init__(self, config: FinetuneConfig, accelerator: Accelerator, splits: Splits, folder: Path, name: str):
         self.config, self.accelerator, self.folder, self.name = config, accelerator, folder, name
@@ -121,7 +121,7 @@ class FinetunedArm:
         self.ema = self._average(model)
         train, self.evaluation = accelerator.prepare(loaders.train, loaders.eval)
         batches = Loaders(train, loaders.order, self.evaluation)
-        # The baseline has none of them; an average of the weights, copied above, needs none.
+        # Only for the solver; the average of the weights was copied above and needs none.
         additions = Additions(config.proxprop, config.regularizer) if name == "solver" else Additions()
         mixup = None if config.mixup is None else (config.mixup, len(splits.classes))
         objective = Classification(accelerator, self.dtype, config.label_smoothing, mixup, additions.penalty)
@@ -154,19 +154,19 @@ class FinetunedArm:
         return actions
 
     def train(self, resume: bool) -> dict[str, Any]:
-        """Trains, evaluates and exports the model, from its last whole checkpoint if asked to.
+        """Trains, evaluates and exports the model, if asked to from its last intact checkpoint.
 
         Returns:
-            The result, which is written down last.
+            The result, which is the last file written.
 
         Raises:
             DivergedError: If the loss is not finite.
-            CheckpointError: If a checkpoint cannot be written, or none of several can be read.
+            CheckpointError: If a checkpoint cannot be written, or all of them are damaged.
         """
         accelerator, progress = self.accelerator, self.loop.progress
         if self.config.trackers:
             accelerator.init_trackers(self.name)
-        # From here on each process draws its own numbers: solvers sample differently, and the same in every run.
+        # From here on each process has its own random numbers, which are the same in every run.
         set_seed(self.config.seed, device_specific=True)
         if resume:
             self._resume()
@@ -191,7 +191,7 @@ class FinetunedArm:
         return result
 
     def _say(self, text: str) -> None:
-        """Prints a line beside the progress bars, in the first process."""
+        """Prints a line above the progress bars, in the first process."""
         if self.accelerator.is_main_process:
             tqdm.write(text)
 
@@ -204,7 +204,7 @@ class FinetunedArm:
             self._say(f"{self.name}: continues from {found.name} (epoch {self.loop.progress.epoch + 1}).")
 
     def _end_epoch(self, loop: Loop) -> None:
-        """Evaluates, writes down and logs what the epoch has brought, and saves a checkpoint where it is due."""
+        """Evaluates the model, records and logs the epoch, and saves a checkpoint if it is due."""
         progress, epochs = loop.progress, self.config.epochs
         scores = self._scores(progress.epoch - 1, 1)
         row: dict[str, Any] = {
@@ -237,7 +237,7 @@ class FinetunedArm:
         self.checkpoints.save(self.loop.progress.step)
 
     def _scores(self, moment: int | str, trials: int) -> Scores:
-        """Evaluates the model that counts: the average, where there is one."""
+        """Evaluates the model, or the average of its weights if there is one."""
         model = self.loop.model if self.ema is None else self.ema.module
         place = (self.config.seed, "evaluation", moment)
         return evaluate(self.accelerator, model, self.evaluation, self.dtype, place, trials)
@@ -248,7 +248,7 @@ class FinetunedArm:
             outputs.write_rows(self.folder / outputs.METRICS, self.loop.progress.rows)
 
     def _advice(self, batch: Batch | None) -> str:
-        """Says what is known where training has diverged."""
+        """Returns what to tell the user when training has diverged."""
         where = ""
         if batch is not None and self.solving and not is_sharded(self.accelerator):
             where = worst_block(self.loop.inner, batch, self.dtype)

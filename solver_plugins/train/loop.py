@@ -23,7 +23,7 @@ from solver_plugins.train.optimizer import TrainSettings, make_optimizer, make_s
 from solver_plugins.train.state import Progress
 
 WINDOW = 10
-"""On a GPU, or with several processes, the losses of this many steps are looked at together: looking waits for all."""
+"""On a GPU, or with several processes, losses are read in groups of this many steps: reading waits for all of them."""
 
 Objective = Callable[[nn.Module, Batch], Tensor]
 """Returns the loss of a model on a batch."""
@@ -44,12 +44,12 @@ class Batches(Protocol):
 
 @dataclass(frozen=True)
 class Hooks:
-    """What happens beside the steps of a loop, in this order.
+    """What a loop does besides its steps; actions run in the order given.
 
     Attributes:
         after_step: Called when the optimiser has taken a step.
         after_epoch: Called when an epoch is done and the weights are known to be finite.
-        diverged: Returns what to add to the error where a loss is not finite, given the batch, if it is known.
+        diverged: Returns what to add to the error when training diverges, given the batch if it is known.
     """
 
     after_step: Sequence[Action] = ()
@@ -58,7 +58,7 @@ class Hooks:
 
 
 class Loop:
-    """Trains one model; :meth:`run` does it all.
+    """Trains a model: make it, then call :meth:`run`.
 
     Args:
         model: The model.
@@ -66,14 +66,14 @@ class Loop:
         objective: What is minimised.
         settings: Optimiser, schedule and number of epochs.
         hooks: What happens after steps and epochs.
-        accelerator: An Accelerator that was made for this model, or the process by itself.
+        accelerator: An Accelerator made for this model; a single process by itself by default.
         name: What messages and the progress bar call the model.
 
     Attributes:
         model: The model as Accelerate has wrapped it.
-        inner: The model inside of all wrappers.
+        inner: The unwrapped model.
         optimizer: Its optimiser, prepared.
-        progress: Where the training stands; change it before :meth:`run` to continue there.
+        progress: How far training has come; load a state into it to continue from there.
     """
 
     def __init__(
@@ -148,10 +148,10 @@ class Loop:
             action(self)
 
     def _pass(self, batch: Batch) -> Tensor:
-        """One forward and backward pass, and the optimiser's step where it is due; returns the loss."""
+        """Runs one forward and backward pass, steps the optimiser if due, and returns the loss."""
         loss = self.objective(self.model, batch)
         if self._window_size == 1 and not math.isfinite(value := float(loss.detach())):
-            # Before the weights take a step that would spoil them.
+            # Checked before the step, which would spoil the weights.
             self._stop(f"The loss of {self.name} is {value} at step {self.progress.step + 1}", batch)
         self.accelerator.backward(loss)
         if self.accelerator.sync_gradients and self.settings.optimizer.clip is not None:
@@ -166,7 +166,7 @@ class Loop:
         self.progress.cpu_seconds += self._clocks[1] - before[1]
 
     def look(self) -> None:
-        """Adds up the losses of the last steps, over all processes; raises DivergedError if one is not finite."""
+        """Reads the losses of the last steps from all processes; raises DivergedError if one is not finite."""
         if not self._window:
             return
         losses = self.accelerator.gather(torch.stack([loss for _, loss, _ in self._window]).unsqueeze(0))
@@ -178,8 +178,8 @@ class Loop:
         self._window.clear()
 
     def _check_weights(self) -> None:
-        """The last step may have gone too far, and no loss has seen it yet."""
-        # Of sharded weights each process checks its own part.
+        """Raises DivergedError if the last step made a weight infinite, which no loss has shown yet."""
+        # If the weights are sharded, each process checks its own part.
         own = [getattr(one, "to_local", lambda one=one: one)() for one in self.inner.parameters() if one.requires_grad]
         finite = torch.stack([torch.isfinite(one.detach()).all() for one in own]).all()
         if not bool(self.accelerator.gather(finite.reshape(1)).all()):
@@ -190,11 +190,11 @@ class Loop:
 
 
 def refresh_every(steps: int) -> Action:
-    """Returns an action that certifies the step sizes of all solver blocks after every so many steps."""
+    """Returns an action that certifies the step sizes of all solver blocks every this many steps."""
 
     def refresh(loop: Loop) -> None:
         if loop.progress.step % steps == 0:
-            # Weights that are not finite have no step size; a loss that is not finite says more.
+            # If training has diverged, the loss gives a clearer error than weights without a step size.
             loop.look()
             refresh_steps(loop.inner)
 

@@ -1,4 +1,4 @@
-"""The networks of a run: built for the number of classes, with own weights where asked, converted, calibrated."""
+"""The networks of a run: built for the data's classes, given weights from a file where asked, and converted."""
 
 from pathlib import Path
 from typing import Any
@@ -44,11 +44,11 @@ def build_model(config: FinetuneConfig, splits: Splits) -> nn.Module:
 
 
 def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.Module:
-    """Builds a model of timm for so many classes, whatever its own weights are for; raises as :func:`build_model`."""
+    """Builds a timm model for these classes, whatever its weights were trained for; raises as :func:`build_model`."""
     if section.weights is None:
         return load_model(section.spec, section.pretrained, num_classes=classes, **args)
     state = read_weights(section.weights)
-    # The file's classifier may have other classes: it is built as the file has it, and then made anew.
+    # The file's classifier may have other classes: build it as in the file, then replace it.
     plain = load_model(section.spec, num_classes=classes, **args)
     rows = _rows_of_classifier(state, plain)
     if rows is None or rows == classes:
@@ -59,7 +59,7 @@ def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.
 
 
 def _rows_of_classifier(state: dict[str, Tensor], model: Any) -> int | None:
-    """Returns how many classes a state dict is for: by the classifier's name, else by its last matrix."""
+    """Returns the number of classes of a state dict: from its classifier, else from its last matrix."""
     name = getattr(model, "pretrained_cfg", {}).get("classifier")
     if isinstance(name, str) and f"{name}.weight" in state:
         return state[f"{name}.weight"].shape[0]

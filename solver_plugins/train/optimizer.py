@@ -1,4 +1,4 @@
-"""How a network is trained: timm's optimiser and schedule, for as many epochs as asked."""
+"""The settings of a training loop, and timm's optimiser and schedule made from them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +18,8 @@ class TrainSettings:
 
     Attributes:
         epochs: Passes over the training data.
-        optimizer: Its name in timm, and its options.
-        schedule: Of the learning rate; None for a constant one.
+        optimizer: The optimiser's name in timm, and its options.
+        schedule: The schedule of the learning rate; None for a constant rate.
         decay_all: Whether weight decay applies to biases and norms, too.
     """
 
@@ -33,7 +33,7 @@ def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Opt
     """Makes the optimiser with timm's factory.
 
     Raises:
-        OptionError: If timm does not know it, or its arguments.
+        OptionError: If timm does not know the optimiser or its arguments.
     """
     section = settings.optimizer
     trained: Any = [one for one in model.parameters() if one.requires_grad] if settings.decay_all else model

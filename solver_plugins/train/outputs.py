@@ -1,4 +1,4 @@
-"""The folder of a run: what it holds, and whose it is."""
+"""The output folder of a run: its files, and the checks before anything is written to it."""
 
 import contextlib
 import json
@@ -25,10 +25,10 @@ _FREE = {"output", "trackers", "checkpoints"}
 
 
 def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
-    """Checks that the folder of a run is free, may be replaced, or is the one to continue; writes nothing.
+    """Checks that the output folder is free, may be replaced, or holds the run to continue; writes nothing.
 
     Raises:
-        OutputError: If it holds something else, another run, or none to continue.
+        OutputError: If it holds something else, or a run that must not be replaced or continued.
     """
     place = Path(config.output).expanduser()
     if not holds_run(place, CONFIG, "finetune", "output="):
@@ -46,10 +46,10 @@ def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
 
 
 def holds_run(place: Path, marker: str, command: str, option: str) -> bool:
-    """Whether a folder holds a run of a command, which is known by the name of a file in it.
+    """Whether a folder holds a run of a command, recognised by a marker file.
 
     Raises:
-        OutputError: If there is something else, advising to choose another folder with an option.
+        OutputError: If it holds something else; the message advises another folder, chosen by the option.
     """
     if place.exists() and not place.is_dir():
         raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")
@@ -63,7 +63,7 @@ def holds_run(place: Path, marker: str, command: str, option: str) -> bool:
 
 
 def check_same(place: Path, before: dict[str, Any], now: dict[str, Any], advice: str) -> None:
-    """Raises OutputError, with some advice, if the run in a folder has other options than one that continues it."""
+    """Raises OutputError, with this advice, unless the run in a folder has the options of the one to continue it."""
     different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if different:
         key = different[0]
@@ -74,22 +74,22 @@ def check_same(place: Path, before: dict[str, Any], now: dict[str, Any], advice:
 
 
 def remove_run(place: Path, *names: str) -> None:
-    """Removes files and folders of a run; the last one is the marker, so that what is left over is a run still."""
+    """Removes files of a run. Name the marker last: if the removal is interrupted, the rest still counts as a run."""
     for path in (place / name for name in names):
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
-    """Checks that a run that is continued goes on with the examples it began with.
+    """Checks that a continued run has the examples that it began with.
 
     Raises:
-        OutputError: If there are others.
+        OutputError: If the examples differ.
     """
     place = Path(config.output).expanduser()
     try:
         before = json.loads((place / DATA).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # Nothing was begun.
+        # The run had not begun.
         return
     different = [key for key in data if data[key] != before.get(key)]
     if different:
@@ -101,15 +101,12 @@ def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
 
 
 def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> None:
-    """Makes the folder of a checked run, empty but for its config and what is known of its data.
-
-    One that is continued stays as it is.
-    """
+    """Makes the output folder, with nothing but the config and the data's identity; keeps a run to continue."""
     place = Path(config.output).expanduser()
     if (place / CONFIG).is_file():
         if resume:
             if not (place / DATA).is_file():
-                # Killed between the two.
+                # The run was killed between writing the two files.
                 write_whole(place / DATA, json.dumps(data))
             return
         remove_run(place, *ARMS, "logs", RESULTS, REPORT, DATA, CONFIG)
@@ -120,8 +117,8 @@ def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> 
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields a path to write to, which takes the place of another once it is written: whole or as it was."""
-    # The same ending: for some writers it says the format.
+    """Yields a temporary path that replaces the file once it is written, so the file is complete or unchanged."""
+    # With the same ending, which tells some writers the format.
     partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
         yield partial
@@ -131,7 +128,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text file so that it is whole or as it was, also if the machine stops."""
+    """Writes a text file so that it is complete or unchanged, even if the machine stops."""
     with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -1,4 +1,4 @@
-"""The dry run: what a config amounts to, before anything is trained or written."""
+"""The dry run: what a run will do, before anything is trained or written."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +20,11 @@ from solver_plugins.train.preparation import image_settings
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will do.
+    """What a dry run found.
 
     Attributes:
         config: All settings, defaults included.
-        lines: What is known of data, model and cost, one sentence each.
+        lines: Sentences about data, model, training and cost.
         blocks: What the conversion will do; None for a plain model.
     """
 
@@ -34,12 +34,12 @@ class RunPlan:
 
 
 def plan_run(config: FinetuneConfig) -> RunPlan:
-    """Loads the data, makes the first model and its optimiser as the run does, and raises what the run would raise."""
+    """Makes the data, the first model and its optimiser as the run does, so that it raises what the run would."""
     accelerator = None
     try:
         accelerator = make_accelerator(config)
         splits = load_splits(config.data)
-        # Whether a run there is continued or replaced is not asked yet.
+        # A run there may still be continued or replaced.
         check_output(config, resume=False, overwrite=True)
         reports: list[Report] = []
 
@@ -80,7 +80,7 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
 
 
 def _cost(report: Report, examples: int) -> list[str]:
-    """Says what the solver costs; a backward pass takes about twice its forward pass."""
+    """Returns a sentence about the cost; a backward pass takes about twice as long as a forward pass."""
     if not report.totals["plain_flops"]:
         return []
     totals: dict[str, Any] = report.totals

@@ -1,4 +1,4 @@
-"""Where examples come from: the embedded digits, folders, files, and the hub, all through ``datasets``."""
+"""Loads examples through ``datasets``: the embedded digits, folders, files and the hub."""
 
 import difflib
 import glob
@@ -25,7 +25,7 @@ def load_split(config: DataSection, split: str) -> Any:
     """Returns one split as a ``datasets.Dataset``.
 
     Raises:
-        DataError: If there is no such data set or split, saying where was looked, or the split is empty.
+        DataError: If there is no such data set or split (the message says where it looked), or the split is empty.
     """
     try:
         found = _load(config, split)
@@ -41,7 +41,7 @@ def load_split(config: DataSection, split: str) -> Any:
 def _load(config: DataSection, split: str) -> Any:
     import datasets
 
-    # Bars of our own are enough.
+    # We show our own progress bars.
     datasets.disable_progress_bars()
     if config.name == "digits":
         return _sliced(_digits(), split, "digits")
@@ -64,7 +64,7 @@ def _from_folder(place: Path, split: str, config: DataSection) -> Any:
     if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
         saved = datasets.load_from_disk(str(place))
         if not isinstance(saved, datasets.DatasetDict):
-            # A single split carries its own name; slices of it serve as both.
+            # A single split keeps its name; slices of it can serve as both splits.
             saved = datasets.DatasetDict({str(saved.split or "train"): saved})
         return _sliced(saved, split, str(place))
     files = [path for path in place.rglob("*") if path.is_file() and not path.name.startswith(".")]
@@ -84,8 +84,8 @@ def _from_folder(place: Path, split: str, config: DataSection) -> Any:
 def _from_images(place: Path, split: str) -> Any:
     """Reads SPLIT/CLASS/IMAGE, or CLASS/IMAGE as the split ``train``.
 
-    The folders of the splits are named to ``datasets``: left to itself it also takes a class called ``train_station``
-    for one.
+    The folders of the splits are given explicitly: ``datasets`` would also take a class called ``train_station`` for
+    a split.
     """
     import datasets
 

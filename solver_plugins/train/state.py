@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights and optimiser: step sizes, and the place in the run."""
+"""What a checkpoint holds besides weights and optimiser: step sizes, and how far training has come."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields
@@ -11,24 +11,24 @@ from solver_plugins.integrations.steps import step_state
 
 
 class StepSizes:
-    """The buffers behind the steps of every block: no part of a state dict, and a resumed run needs these very ones.
+    """The buffers behind the step sizes of all blocks: a resumed run needs them, but no state dict holds them.
 
     Args:
-        model: A model with blocks, or without.
+        model: A model, with or without blocks.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns copies of all of them, by name."""
+        """Returns copies of the buffers, by name."""
         return {name: buffer.detach().cpu().clone() for name, buffer in step_state(self.model).items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Writes them back, in place.
+        """Writes the buffers back, in place.
 
         Raises:
-            KeyError: If these are of another model.
+            KeyError: If they belong to another model.
         """
         own = step_state(self.model)
         if own.keys() != state.keys():
@@ -40,7 +40,7 @@ class StepSizes:
 
 @dataclass
 class Progress:
-    """Where a training stands.
+    """How far training has come.
 
     Attributes:
         epoch: The epoch that is under way.
@@ -65,11 +65,11 @@ class Progress:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, str]:
-        """Returns all of it as JSON: nothing that unpickling could run."""
+        """Returns everything as JSON, so that loading cannot run code."""
         return {"progress": json.dumps(asdict(self))}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Takes over all of it."""
+        """Restores everything."""
         found = json.loads(state["progress"])
         for one in fields(self):
             setattr(self, one.name, found[one.name])

@@ -1,4 +1,4 @@
-"""Data sets that are tensors already: a split, its batches, and images that are changed at random."""
+"""Data sets that fit into memory as tensors: a split, its training batches, and random changes of images."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from solver_plugins.train.randomness import seed_for
 
 @dataclass(frozen=True)
 class Part:
-    """One split: images (N, C, H, W), or whatever else a model takes, and the numbers of their classes."""
+    """One split: images (N, C, H, W), or other inputs of a model, and their class numbers."""
 
     images: Tensor
     labels: Tensor
@@ -25,11 +25,11 @@ class Part:
         return {"image": self.images[rows], "labels": self.labels[rows]}
 
     def channels_last(self) -> "Part":
-        """Returns the split with the channels of a pixel side by side in memory, where convolutions are faster."""
+        """Returns the split in channels-last memory format, in which convolutions are faster."""
         return Part(self.images.contiguous(memory_format=torch.channels_last), self.labels)
 
     def resized(self, size: int | None) -> "Part":
-        """Returns the split with square images of this side; None for as they are."""
+        """Returns the split with square images of this side; None keeps the size."""
         if size is None:
             return self
         images = functional.interpolate(self.images, (size, size), mode="bilinear", antialias=True)
@@ -41,15 +41,15 @@ class Part:
 
 
 class Shuffled:
-    """Training batches of a split, in an order of their own for each epoch.
+    """Training batches of a split, shuffled anew in each epoch.
 
-    Order and changes depend on the seed and the place alone, so that all models of a seed see the same images.
+    Order and changes depend only on the seed and the place in training, so all models of a seed see the same images.
 
     Args:
         part: The split.
-        batch_size: Examples of a step; at most all of them.
-        seed: Of the order and the changes.
-        rest: Whether what is left of an epoch makes a smaller step of its own.
+        batch_size: Examples of a step; at most the whole split.
+        seed: The seed of order and changes.
+        rest: Whether leftover examples of an epoch make a smaller step.
         shift: Images are shifted by up to this many pixels, both ways.
         flip: Whether every other image is mirrored.
     """
@@ -77,9 +77,9 @@ class Shuffled:
 
 
 def changed(images: Tensor, shift: int, flip: bool, generator: torch.Generator) -> Tensor:
-    """Returns images (N, C, H, W) mirrored and shifted at random; what they lack at the border is reflected.
+    """Returns images (N, C, H, W) mirrored and shifted at random; missing borders are reflected.
 
-    The random numbers are the generator's, on the CPU, whatever the device of the images.
+    Random numbers come from the generator, on the CPU, whatever the device of the images.
     """
     count = len(images)
     if flip:
