@@ -9,7 +9,7 @@ from torch import nn
 from solver_plugins.config import StrictConfig
 from solver_plugins.studies import proxprop_networks as networks
 from solver_plugins.studies.figures import label, legend, line, new_figure, whole_numbers
-from solver_plugins.studies.images import ImageConfig, ImageStudy
+from solver_plugins.studies.images import ImageConfig, Images, ImageStudy
 from solver_plugins.studies.proxprop_networks import BACKPROP, REFERENCE, Training, label_of, train_network
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 from solver_plugins.train.errors import DataError
@@ -45,11 +45,23 @@ class MlpSection(_Network):
 
     hidden: list[int] = Field([4000, 1000, 4000], min_length=1, description="Widths of the hidden layers.")
 
+    def make(self, images: Images) -> nn.Module:
+        return networks.mlp(images.shape, self.hidden, images.classes)
+
 
 class ConvSection(_Network):
     """The convolutional network of Fig. 3."""
 
     filters: list[int] = Field([16, 20, 20], min_length=1, description="Of the convolutions.")
+
+    def make(self, images: Images) -> nn.Module:
+        shrink, (_, height, width) = 2 ** len(self.filters), images.shape
+        if min(height, width) < shrink:
+            raise DataError(
+                f"Expected images of at least {shrink}x{shrink} for {len(self.filters)} poolings; found "
+                f"{width}x{height}. Give fewer conv.filters."
+            )
+        return networks.conv_net(images.shape, self.filters, images.classes)
 
 
 class ProgressConfig(ImageConfig):
@@ -76,16 +88,11 @@ class ProxPropConvergence(ImageStudy[ProgressConfig]):
 
     def prepare(self) -> None:
         super().prepare()
-        if self.config.conv is not None:
-            shrink = 2 ** len(self.config.conv.filters)
-            if min(self._images.shape[1:]) < shrink:
-                raise DataError(
-                    f"Expected images of at least {shrink}x{shrink} for {len(self.config.conv.filters)} poolings; "
-                    f"found {self._images.shape[2]}x{self._images.shape[1]}. Give fewer conv.filters."
-                )
+        for section in self._networks().values():
+            section.make(self._images)
 
-    def _networks(self) -> dict[str, _Network]:
-        both: dict[str, _Network | None] = {"mlp": self.config.mlp, "conv": self.config.conv}
+    def _networks(self) -> dict[str, MlpSection | ConvSection]:
+        both = {"mlp": self.config.mlp, "conv": self.config.conv}
         return {name: section for name, section in both.items() if section is not None}
 
     def cells(self) -> list[Cell]:
@@ -97,28 +104,14 @@ class ProxPropConvergence(ImageStudy[ProgressConfig]):
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         section = self._networks()[str(cell["network"])]
-        lr = section.backprop_lr if cell.arm == BACKPROP else section.lr
+        lr, model = section.backprop_lr if cell.arm == BACKPROP else section.lr, section.make(self._images)
         values = train_network(
-            self._make(section), self._images, section.training, cell.arm, lr, section.tau_theta, cell.seed, context
+            model, self._images, section.training, cell.arm, lr, section.tau_theta, cell.seed, context
         )
         return {**values, "training_seconds": values["curves"]["seconds"][-1]}
 
-    def _make(self, section: _Network) -> nn.Module:
-        if isinstance(section, ConvSection):
-            return networks.conv_net(self._images.shape, section.filters, self._images.classes)
-        assert isinstance(section, MlpSection)
-        return networks.mlp(self._images.shape, section.hidden, self._images.classes)
-
     def tables(self, results: Results) -> list[Table]:
-        columns = (
-            "network, gradient",
-            "full-batch loss",
-            "best validation (%)",
-            "paper",
-            "test (%)",
-            "paper",
-            "training",
-        )
+        ours = ("full-batch loss", "best validation (%)", "paper", "test (%)", "paper", "training")
         rows = []
         for name, section in self._networks().items():
             for arm in section.arms:
@@ -136,7 +129,7 @@ class ProxPropConvergence(ImageStudy[ProgressConfig]):
             f"Ours: {self.config.data.train!r} of {self.config.data.name!r}, epochs: {epochs}, seeds "
             f"{self.config.seeds}. Paper: 45000 images of CIFAR-10, 50 epochs. '-': diverged. Times: training alone."
         )
-        return [Table("After the last epoch", columns, rows, note)]
+        return [Table("After the last epoch", ("network, gradient", *ours), rows, note)]
 
     def summary(self, results: Results) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from solver_plugins.train.errors import CheckpointError
+from solver_plugins.train.errors import CheckpointError, summary_of
 from solver_plugins.train.pickles import check_is_data
 
 MANIFEST = "manifest.json"
@@ -56,13 +56,10 @@ class Checkpoints:
                 self._finish(aside, place, step)
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            lines = str(error).strip().splitlines() or [""]
-            kept = next((str(path) for path in self.found()), None)
+            kept = next((f"The one before is kept: {path}." for path in self.found()), "There is none before it.")
             raise CheckpointError(
-                f"Cannot write the checkpoint of step {step} to {str(self.folder)!r}: {type(error).__name__}: "
-                + f"{lines[0]} "
-                + (f"The one before is kept: {kept}. " if kept else "There is none before it. ")
-                + "Make room, then continue with --resume."
+                f"Cannot write the checkpoint of step {step} to {str(self.folder)!r}: {summary_of(error)} {kept} Make "
+                "room, then continue with --resume."
             ) from error
         self.accelerator.wait_for_everyone()
         return place
@@ -120,8 +117,7 @@ class Checkpoints:
         try:
             self.accelerator.load_state(str(path))
         except (RuntimeError, KeyError, ValueError) as error:
-            lines = str(error).strip().splitlines() or [""]
-            raise CheckpointError(f"{str(path)!r} is not a checkpoint of this run: {lines[0]}") from error
+            raise CheckpointError(f"{str(path)!r} is not a checkpoint of this run: {summary_of(error)}") from error
 
 
 class DamagedError(Exception):

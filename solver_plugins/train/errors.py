@@ -3,6 +3,11 @@
 from solver_plugins.errors import SolverPluginsError
 
 
+def summary_of(error: Exception) -> str:
+    """Returns the type of an error and the first line of its message."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 class DataError(SolverPluginsError, ValueError):
     """A data set that is missing, empty, unreadable, or does not fit the model."""
 

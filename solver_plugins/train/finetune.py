@@ -252,6 +252,6 @@ class FinetunedArm:
         where = ""
         if batch is not None and self.solving and not is_sharded(self.accelerator):
             where = worst_block(self.loop.inner, batch, self.dtype)
-        kept = next((str(path) for path in self.checkpoints.found()), None)
-        kept = f"The last good checkpoint is kept: {kept}." if kept else "No checkpoint was written before it."
+        kept = next((f"The last good checkpoint is kept: {path}." for path in self.checkpoints.found()),
+                    "No checkpoint was written before it.")  # fmt: skip
         return f"{where} {kept} A smaller optimizer.lr, optimizer.clip, calibrate, or a smaller solver.blend may help."

@@ -13,6 +13,7 @@ from solver_plugins.integrations.weights import load_in_order, read_weights
 from solver_plugins.surgery import Report, convert_model, inspect_model
 from solver_plugins.train.config import FinetuneConfig, HeadSection, ModelSection, SolverSection
 from solver_plugins.train.data import Splits
+from solver_plugins.train.errors import summary_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -107,9 +108,8 @@ def _transformers(section: ModelSection, args: dict[str, Any], splits: Splits) -
     except ModelError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
         raise ModelError(
-            f"{auto.__name__} of {source!r} cannot be built: {type(error).__name__}: {lines[0]} Looked for the folder "
+            f"{auto.__name__} of {source!r} cannot be built: {summary_of(error)} Looked for the folder "
             f"{source!r}, in the cache of Hugging Face, and on its hub. Options without a network: a folder that was "
             "downloaded elsewhere (hf/FOLDER), or HF_HOME set to a filled cache, with HF_HUB_OFFLINE=1."
         ) from error

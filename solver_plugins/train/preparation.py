@@ -9,7 +9,7 @@ import torch
 
 from solver_plugins.errors import OptionError
 from solver_plugins.train.config import FinetuneConfig
-from solver_plugins.train.errors import DataError
+from solver_plugins.train.errors import DataError, summary_of
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -155,10 +155,7 @@ def text_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise DataError(
-            f"Expected a tokenizer beside the model {source!r}; reading it: {type(error).__name__}: {lines[0]}"
-        ) from error
+        raise DataError(f"Expected a tokenizer beside the model {source!r}; reading it: {summary_of(error)}") from error
     if tokenizer.pad_token is None:
         raise DataError(f"The tokenizer of {source!r} has no padding token, which batches of texts need.")
     tokens = Tokens(tokenizer, config.data.max_length)

@@ -7,7 +7,7 @@ from typing import Any
 
 from solver_plugins.errors import did_you_mean
 from solver_plugins.train.config import DataSection
-from solver_plugins.train.errors import DataError
+from solver_plugins.train.errors import DataError, summary_of
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 _TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
@@ -150,16 +150,11 @@ def _sliced(splits: Any, split: str, name: str) -> Any:
 
 
 def _explained(config: DataSection, split: str, error: Exception) -> DataError:
-    lines = str(error).strip().splitlines() or [""]
-    if Path(config.name).expanduser().exists() or config.name == "digits":
-        return DataError(
-            f"Cannot load the split {split!r} of {config.name!r}: {type(error).__name__}: {lines[0]} Expected the name "
-            "of a split that is there, or a slice of one such as 'train[:80%]'."
-        )
-    return DataError(
-        f"Cannot load the split {split!r} of {config.name!r}: {type(error).__name__}: {lines[0]} Looked for a folder "
-        f"or file of that name, in the cache of Hugging Face, and on its hub.{_folders_like(config.name)} {_options()}"
-    )
+    advice = "Expected the name of a split that is there, or a slice of one such as 'train[:80%]'."
+    if not (Path(config.name).expanduser().exists() or config.name == "digits"):
+        advice = "Looked for a folder or file of that name, in the cache of Hugging Face, and on its hub."
+        advice += f"{_folders_like(config.name)} {_options()}"
+    return DataError(f"Cannot load the split {split!r} of {config.name!r}: {summary_of(error)} {advice}")
 
 
 def _folders_like(name: str) -> str:

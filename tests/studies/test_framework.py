@@ -179,6 +179,14 @@ def test_results_are_picked_by_arm_seed_and_setting():
     assert not results.of(rate=2.0) and not results.of(unknown=1)
 
 
+def test_cells_of_a_grid():
+    cells = Cell.grid(rate=[1.0, 2.0], seed=[0], kind=["x"], arm=["a", "b"])
+    assert [cell.name for cell in cells] == [
+        f"{arm}_rate={rate}_kind=x_seed=0" for rate in (1, 2) for arm in "ab"
+    ]  # fmt: skip
+    assert cells[0] == Cell("a", 0, (("rate", 1.0), ("kind", "x")))
+
+
 def test_scales_and_changes():
     assert read_study_config("toy", "smoke").seeds == [0]
     assert read_study_config("toy", "paper").seeds == [0, 1, 2]
