@@ -44,7 +44,7 @@ def finetune(
     settings = read_config(config, changes or ())
 
     # Imported here: a mistake in the config is told at once.
-    from solver_plugins.train.processes import first_process
+    from solver_plugins.train.launch import first_process
 
     talks = first_process()
     try:
@@ -59,8 +59,8 @@ def finetune(
                 for line in plan.lines:
                     print(line)
             return
-        from solver_plugins.train.report import result_table
-        from solver_plugins.train.run import finetune as run
+        from solver_plugins.train.comparison import result_table
+        from solver_plugins.train.finetune import finetune as run
 
         results = run(settings, resume=resume, overwrite=overwrite)
     except SolverPluginsError:

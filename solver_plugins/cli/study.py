@@ -70,7 +70,7 @@ def run(
 ) -> None:
     """Runs a study, or what is left of it; several processes (accelerate launch) share its cells."""
     from solver_plugins.studies import STUDIES, read_study_config, run_study
-    from solver_plugins.train.processes import first_process
+    from solver_plugins.train.launch import first_process
 
     talks = first_process()
     try:

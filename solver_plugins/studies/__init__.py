@@ -4,11 +4,22 @@ A study is one file: a config, cells, what they measure, a table, a figure, and 
 """
 
 from solver_plugins.registry import import_all
-from solver_plugins.studies.base import Cell, Context, Measured, Results, Study, StudyConfig, Table
 from solver_plugins.studies.errors import CellError, OtherProcessError
-from solver_plugins.studies.registry import STUDIES, list_studies, register_study, study_info
-from solver_plugins.studies.run import Outcome, run_study
+from solver_plugins.studies.runner import StudyOutcome, run_study
 from solver_plugins.studies.scales import SCALES, read_study_config
+from solver_plugins.studies.study import (
+    STUDIES,
+    Cell,
+    Context,
+    Measured,
+    Results,
+    Study,
+    StudyConfig,
+    Table,
+    list_studies,
+    register_study,
+    study_info,
+)
 
 __all__ = [
     "SCALES",
@@ -18,10 +29,10 @@ __all__ = [
     "Context",
     "Measured",
     "OtherProcessError",
-    "Outcome",
     "Results",
     "Study",
     "StudyConfig",
+    "StudyOutcome",
     "Table",
     "list_studies",
     "read_study_config",
@@ -30,4 +41,5 @@ __all__ = [
     "study_info",
 ]
 
+# Studies register themselves: a new file in this folder is all that a new one needs.
 import_all(__name__, __path__)

@@ -1,4 +1,4 @@
-"""Models of timm in studies: named as in finetune recipes, made for the images, given them as they expect."""
+"""Models of timm in studies: specified as in finetune recipes, built for the images of a study."""
 
 from typing import Any
 
@@ -6,25 +6,24 @@ import torch
 from torch import nn
 
 from solver_plugins.integrations.models import ModelError
-from solver_plugins.studies.fitting import normalised
-from solver_plugins.studies.images import Images, Part, scaled
+from solver_plugins.studies.images import Images, normalised, scaled
 from solver_plugins.train.config import ModelSection
 from solver_plugins.train.models import build_timm
+from solver_plugins.train.tensors import Part
 
 _FROM_DATA = ("num_classes", "in_chans")
 
 
 def build_backbone(section: ModelSection, images: Images, classes: int | None = None) -> nn.Module:
-    """Builds a model for the channels of the images, with published or own weights where asked.
+    """Builds a model for the channels and classes of the images, with published or own weights if asked.
 
     Args:
         section: Which model; the same as in a finetune recipe.
-        images: What it is for.
-        classes: How many it names; those of the images by default, none for 0.
+        images: The images.
+        classes: The number of classes; those of the images by default, 0 for no classifier.
 
     Raises:
-        ModelError: If it is no model of timm in float32, or cannot be built, or its arguments are those that the data
-            decides.
+        ModelError: If it is not a timm model in float32, cannot be built, or has arguments that the data decides.
         WeightError, InputError: If its weights cannot be read or do not fit.
     """
     if not section.spec.startswith("timm/"):
@@ -46,9 +45,9 @@ def is_pretrained(section: ModelSection) -> bool:
 def prepared(
     section: ModelSection, model: nn.Module, part: Part, known: Part, device: torch.device, size: int | None = None
 ) -> Part:
-    """Returns a split as the model expects it, in another size if one is given.
+    """Returns a split normalised as the model expects it, resized if a size is given.
 
-    A pretrained model was trained on images of its own mean and spread; another one takes those of the known split.
+    A pretrained model brings the mean and spread of its own training images; any other takes those of the known split.
     """
     if not is_pretrained(section):
         return normalised(part, known, device, size)
@@ -65,6 +64,6 @@ def _statistics(model: nn.Module) -> tuple[Any, Any]:
 
 def _for_channels(values: Any, channels: int) -> torch.Tensor:
     found = torch.tensor(values, dtype=torch.float32)
-    # Of grey images for a network of coloured ones: timm adds the first layer's weights up.
+    # For grey images timm sums the first layer's weights over the colours; the mean stands for all three.
     found = found if len(found) == channels else found.mean().expand(channels)
     return found[:, None, None]

@@ -1,39 +1,37 @@
-"""What the tables of "Deep Layers as Stochastic Solvers" share: networks as they are beside networks with solvers.
+"""What the tables of "Deep Layers as Stochastic Solvers" share: plain networks beside networks with solvers.
 
-Up to three stages. ``first`` trains the networks that the paper finetunes, or whose features are kept. ``search``
-trains every arm with every step size for a few epochs, for one seed, and looks at the validation split. ``final``
-trains with the best step size of the arm and looks at the test split, once.
+There are up to three stages. ``first`` trains the networks that are finetuned later, or whose features are kept.
+``search`` trains every arm with every step size for a few epochs, for one seed, and evaluates on the validation split.
+``final`` trains with the best step size of the arm and evaluates on the test split, once.
 """
 
-import os
-import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic
-import torch
 from pydantic import Field
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from solver_plugins.blocks import refresh_steps
 from solver_plugins.config import StrictConfig
-from solver_plugins.errors import OptionError, WeightError
+from solver_plugins.errors import OptionError
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solvers.problem import Formulation
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table, Value
-from solver_plugins.studies.deeplayers_report import Row, draw_table, gains, report, summarise
+from solver_plugins.studies.deeplayers_report import TableRow, draw_table, pairs, report, solved
 from solver_plugins.studies.errors import CellError
-from solver_plugins.studies.fitting import Fitting, fit, normalised
-from solver_plugins.studies.images import ImageData, Images, Part
-from solver_plugins.studies.networks import EVALUATION_BATCH, evaluate
+from solver_plugins.studies.images import ImageConfig, ImageData, ImageStudy, normalised
+from solver_plugins.studies.study import Cell, Context, Results, Table, Value, mean
+from solver_plugins.studies.training import EVALUATION_BATCH, Fitting, fit, scores
 from solver_plugins.surgery import apply_conversion, conversion_of, convert_model, revert_model
-from solver_plugins.train.randomness import seeded
+from solver_plugins.train.evaluate import Scores, samples_in_evaluation
+from solver_plugins.train.loop import Hooks, Loop, refresh_every
+from solver_plugins.train.outputs import whole_file
+from solver_plugins.train.tensors import Part
 
 FIRST, SEARCH, FINAL = "first", "search", "final"
+REFERENCE = "of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and Ranftl, ICLR 2019)"
 
 
 class Search(StrictConfig):
@@ -60,10 +58,10 @@ class SolverOptions(StrictConfig):
         {"step": "exp", "decay": 0.9}, description="Options of sampling solvers; the paper decays exponentially."
     )
 
-    def of(self, solver: str, **sampled: Any) -> dict[str, Any]:
-        """Returns the options of a solver by its name; ``sampled`` are more of them for one that samples."""
+    def of(self, solver: str) -> dict[str, Any]:
+        """Returns the options of a solver by its name."""
         options: dict[str, Any] = {"solver": solver, **self.model_dump(exclude={"sampled"})}
-        return {**options, **self.sampled, **sampled} if samples(solver) else options
+        return {**options, **self.sampled} if samples(solver) else options
 
 
 def samples(solver: str) -> bool:
@@ -71,7 +69,7 @@ def samples(solver: str) -> bool:
     return SOLVERS.get(solver).samples != "nothing"
 
 
-class TableConfig(StudyConfig):
+class TableConfig(ImageConfig):
     """Settings of a table."""
 
     data: ImageData = ImageData(train="train[:90%]", validation="train[90%:]", test="test")
@@ -94,7 +92,7 @@ class TableConfig(StudyConfig):
 C = TypeVar("C", bound=TableConfig)
 
 
-class DeepLayersTable(Study[C]):
+class DeepLayersTable(ImageStudy[C]):
     """A table whose rows are networks (``group``) and whose columns are arms, the first of them without a solver.
 
     Attributes:
@@ -105,9 +103,8 @@ class DeepLayersTable(Study[C]):
 
     tags = ("deeplayers", "images")
     group: ClassVar[str]
-    printed: ClassVar[dict[Value, dict[str, float]]]
+    printed: ClassVar[dict[Value, dict[str, float]]] = {}
     evaluation_batch: ClassVar[int] = EVALUATION_BATCH
-    _images: Images
     _parts: dict[str, Part]
 
     @abstractmethod
@@ -120,7 +117,7 @@ class DeepLayersTable(Study[C]):
 
     @abstractmethod
     def make(self, group: Value) -> nn.Module:
-        """Makes a network as it is, with random weights."""
+        """Makes a plain network with random weights."""
 
     @abstractmethod
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
@@ -136,17 +133,18 @@ class DeepLayersTable(Study[C]):
         return f"{len(self._images.train)} images of {config.data.name!r}, {config.fitting.epochs} epochs"
 
     def prepare(self) -> None:
-        self._images, self._parts = self.config.data.load(), {}
-        # Made once, so that what does not fit is told before anything is written.
+        super().prepare()
+        self._parts = {}
+        # Made once, so that mistakes surface before anything is written.
         for group in self.groups():
             for arm in self.arms():
                 self._solved(self.make(group), group, arm, self._images.train.images[:1])
 
     def stages(self) -> list[list[Cell]]:
         config = self.config
-        found = [self._cells(config.seeds, SEARCH, lr=rate) for rate in config.search.rates]
-        search = [] if len(found) == 1 else [cell for cells in found for cell in cells if cell.seed == config.seeds[0]]
-        return [stage for stage in (self._firsts(), search, self._cells(config.seeds, FINAL)) if stage]
+        search = [cell for rate in config.search.rates for cell in self._cells(config.seeds[:1], SEARCH, lr=rate)]
+        stages = (self._firsts(), search if len(config.search.rates) > 1 else [], self._cells(config.seeds, FINAL))
+        return [stage for stage in stages if stage]
 
     def _firsts(self) -> list[Cell]:
         if self.config.first is None:
@@ -154,16 +152,13 @@ class DeepLayersTable(Study[C]):
         return [self._first_cell(group, seed) for seed in self.config.seeds for group in self.groups()]
 
     def _first_cell(self, group: Value, seed: int) -> Cell:
-        """Returns the cell that trains the network which a finetuned one begins with."""
+        """Returns the cell that trains the network from which finetuning starts."""
         return Cell(FIRST, seed, ((self.group, group), ("stage", FIRST)))
 
     def _cells(self, seeds: list[int], stage: str, **setting: Value) -> list[Cell]:
-        return [
-            Cell(arm, seed, ((self.group, group), ("stage", stage), *setting.items()))
-            for seed in seeds
-            for group in self.groups()
-            for arm in self.arms()
-        ]
+        settings: dict[str, list[Value]] = {self.group: self.groups(), "stage": [stage]}
+        settings |= {key: [value] for key, value in setting.items()}
+        return Cell.grid(seed=seeds, **settings, arm=self.arms())
 
     def cells(self) -> list[Cell]:
         return [cell for stage in self.stages() for cell in stage]
@@ -187,35 +182,38 @@ class DeepLayersTable(Study[C]):
         return {"lr": rate, **begun, **found, **self._test(cell, model, parts["test"], bool(found["diverged"]))}
 
     def _train_first(self, cell: Cell, model: nn.Module, settings: Fitting, context: Context) -> dict[str, Any]:
-        parts = self._ready(context)
+        parts = self._ready(model, context)
         found = self._train(cell, model, parts, settings, context)
         if found["diverged"]:
             raise OptionError(f"The network of {cell.name} did not train: its loss is not finite. Lower first.lr.")
         if context.folder is not None:
-            write_weights(model, _weights(context.folder, cell))
+            with whole_file(_weights(context.folder, cell)) as partial:
+                save_file({key: value.contiguous() for key, value in model.state_dict().items()}, partial)
         return {**found, **self._test(cell, model, parts["test"], False)}
 
     def _begin(self, model: nn.Module, first: Cell, context: Context) -> nn.Module:
-        """Gives a network the weights that the first stage has left."""
+        """Loads the weights of the first stage into a network."""
         model.load_state_dict(read_first(first, context))
         return model.to(context.device)
 
     def _inputs(self, model: nn.Module, seed: int, context: Context) -> dict[str, Part]:
         """Returns what the trained part of a network reads."""
-        return self._ready(context)
+        return self._ready(model, context)
+
+    def _ready(self, model: nn.Module, context: Context) -> dict[str, Part]:
+        """Returns the images, which are prepared once for all cells."""
+        if not self._parts:
+            parts = {key: self._prepared(model, part, context) for key, part in self._splits().items()}
+            self._parts = {key: part.channels_last() for key, part in parts.items()}
+        return self._parts
+
+    def _prepared(self, model: nn.Module, part: Part, context: Context) -> Part:
+        """Returns a split as a network expects it."""
+        return normalised(part, self._images.train, context.device, self.config.image_size)
 
     def _trained(self, model: nn.Module) -> nn.Module:
         """Returns the part of a network that is trained and converted."""
         return model
-
-    def _ready(self, context: Context) -> dict[str, Part]:
-        if not self._parts:
-            known, size = self._images.train, self.config.image_size
-            self._parts = {
-                key: normalised(part, known, context.device, size).channels_last()
-                for key, part in self._splits().items()
-            }
-        return self._parts
 
     def _splits(self) -> dict[str, Part]:
         """Returns the images as they were loaded."""
@@ -224,7 +222,7 @@ class DeepLayersTable(Study[C]):
         return {"train": images.train, "validation": images.validation, "test": images.test}
 
     def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part]) -> dict[str, Any]:
-        """Converts a network that is to be trained, in place; returns what is known of it before training."""
+        """Converts a network in place; returns what is measured before training."""
         self._solved(model, cell[self.group], cell.arm, parts["train"].images[:1])
         return {}
 
@@ -244,76 +242,55 @@ class DeepLayersTable(Study[C]):
     ) -> dict[str, Any]:
         curve: list[float] = []
         seconds: list[float] = []
-        start, looked = time.process_time(), 0.0
+
+        def look(loop: Loop) -> None:
+            seconds.append(loop.progress.cpu_seconds)
+            curve.append(self._scores(model, parts["validation"], self.name, cell.seed, "look", len(curve)).accuracy)
+
+        batches = settings.batches(parts["train"], cell.seed)
         solving = cell.arm not in (FIRST, self.arms()[0])
-
-        def look() -> None:
-            nonlocal looked
-            if solving:
-                # Once per epoch, as in the paper.
-                refresh_steps(model)
-            now = time.process_time()
-            seconds.append(now - start - looked)
-            with seeded(self.name, cell.seed, "look", len(curve)):
-                curve.append(self._accuracy(model, parts["validation"]))
-            model.train()
-            looked += time.process_time() - now
-
-        try:
-            done = fit(model, parts["train"], settings, cell.seed, _epochs(settings.epochs, context, look))
-            if done.loss is not None:
-                look()
-            loss = done.loss
-        except WeightError:
-            # The last step of an epoch went too far: weights that are not finite have no step size.
-            loss = None
+        # Step sizes are certified once per epoch, as in the paper.
+        hooks = Hooks((refresh_every(batches.steps),) if solving else (), (look,))
+        done = fit(model, batches, settings.settings(), context, hooks=hooks)
         return {
-            "validation_accuracy": None if loss is None else curve[-1],
-            "diverged": loss is None,
-            # Without what was spent on looking.
+            "validation_accuracy": None if done.diverged else curve[-1],
+            "diverged": done.diverged,
+            # Without the time for evaluation.
             "training_cpu_seconds": seconds[-1] if seconds else None,
             "curves": {"validation_accuracy": curve, "cpu_seconds": seconds},
         }
 
     def _test(self, cell: Cell, model: nn.Module, test: Part, diverged: bool) -> dict[str, Any]:
-        """Looks at the test split: so often as the network is random, and as one that samples in training only."""
-        group, arm = cell[self.group], cell.arm
-        stochastic = arm not in (FIRST, self.arms()[0]) and samples(self.conversion(group, arm)["solver"])
+        """Evaluates on the test split: several times if the network samples, and then once without sampling."""
         if diverged:
             return {"accuracy": None, "trial_spread": None, "deterministic_accuracy": None}
-        found = []
-        for trial in range(self.config.trials if stochastic else 1):
-            with seeded(self.name, cell.seed, "trial", trial):
-                found.append(self._accuracy(model, test))
-        values = torch.tensor(found, dtype=torch.float64)
-        deterministic = None
-        if stochastic:
-            deterministic = self._accuracy(_sampling_off(model), test)
+        found = self._scores(model, test, self.name, cell.seed, "trial", trials=self.config.trials)
+        sampling = samples_in_evaluation(model)
         return {
-            "accuracy": float(values.mean()),
-            "trial_spread": float(values.std()) if len(found) > 1 else None,
-            "deterministic_accuracy": deterministic,
+            "accuracy": found.accuracy,
+            "trial_spread": found.accuracy_std if found.trials > 1 else None,
+            "deterministic_accuracy": self._scores(_sampling_off(model), test).accuracy if sampling else None,
         }
 
-    def _accuracy(self, model: nn.Module, part: Part) -> float:
-        return evaluate(model, part, self.evaluation_batch)[1]
+    def _scores(self, model: nn.Module, part: Part, *place: int | str, trials: int = 1) -> Scores:
+        return scores(model, part, *place, size=self.evaluation_batch, trials=trials)
 
     def _best(self, cell: Cell, earlier: Results) -> float:
         rates = self.config.search.rates
         if len(rates) == 1:
             return rates[0]
         found = self._found(earlier, cell[self.group], cell.arm, SEARCH)
-        scores = {float(one.cell["lr"]): one.values["validation_accuracy"] for one in found}
-        known = {rate: score for rate, score in scores.items() if score is not None}
+        reached = {float(one.cell["lr"]): one.values["validation_accuracy"] for one in found}
+        known = {rate: score for rate, score in reached.items() if score is not None}
         if not known:
             raise OptionError(f"{cell.name}: training diverged with all of search.rates={rates}. Add smaller ones.")
         return max(known, key=lambda rate: known[rate])
 
-    def rows(self, results: Results) -> list[Row]:
+    def rows(self, results: Results) -> list[TableRow]:
         """Returns one row for every network and arm."""
         arms = (*((FIRST,) if self._tests_first() else ()), *self.arms())
         return [
-            Row(
+            TableRow(
                 group, self.label(group), arm, self._paper(group, arm),
                 self._found(results, group, arm, FIRST if arm == FIRST else FINAL),
                 self._found(results, group, arm, SEARCH),
@@ -325,7 +302,7 @@ class DeepLayersTable(Study[C]):
     def _paper(self, group: Value, arm: str) -> float | None:
         printed = self.printed.get(group, {})
         if arm == self.arms()[0] and not self._tests_first():
-            # Where nothing is finetuned, the network without a solver stands for the paper's before finetuning.
+            # If nothing is finetuned, the plain network corresponds to the paper's network before finetuning.
             return printed.get(arm, printed.get(FIRST))
         return printed.get(arm)
 
@@ -341,13 +318,13 @@ class DeepLayersTable(Study[C]):
 
     def summary(self, results: Results) -> dict[str, Any]:
         rows = self.rows(results)
-        edges = [self.config.search.rates[0], self.config.search.rates[-1]]
+        edges = {self.config.search.rates[0], self.config.search.rates[-1]}
         return {
-            **summarise(rows),
-            **{f"{row.key}_gain": gain for row, gain in gains(rows, self.arms()[0]).items()},
-            # A search that ends at its edge has not found the best.
+            **{f"{row.key}_accuracy": row.accuracy for row in rows},
+            **{f"{row.key}_gain": mean(pairs(row, rows, self.arms()[0])) for row in solved(rows, self.arms()[0])},
+            # A search that ends at its edge may have missed the best rate.
             "at_the_edge_of_the_search": sorted(
-                {row.key for row in rows if row.arm != FIRST and len(set(edges)) > 1 and set(row.rates) & set(edges)}
+                {row.key for row in rows if row.arm != FIRST and len(edges) > 1 and edges & set(row.rates)}
             ),
         }
 
@@ -356,7 +333,7 @@ class DeepLayersTable(Study[C]):
 
 
 def _sampling_off(model: nn.Module) -> nn.Module:
-    """Makes a converted network deterministic in evaluation, with the gains and the blend that it has."""
+    """Makes a converted network deterministic in evaluation, keeping its gains and blend."""
     known = conversion_of(model)
     blocks = tuple(
         block.model_copy(update={"settings": {**block.settings, "eval_mode": "deterministic"}})
@@ -365,19 +342,12 @@ def _sampling_off(model: nn.Module) -> nn.Module:
     return apply_conversion(revert_model(model), known.model_copy(update={"blocks": blocks}))
 
 
-def _epochs(count: int, context: Context, between: Callable[[], None]) -> Iterator[int]:
-    for epoch in context.steps(count):
-        if epoch > 0:
-            between()
-        yield epoch
-
-
 def _weights(folder: Path, cell: Cell) -> Path:
     return folder / f"{cell.name}.safetensors"
 
 
 def read_first(cell: Cell, context: Context) -> dict[str, Tensor]:
-    """Returns the weights that a cell of the first stage has left.
+    """Returns the weights that a cell of the first stage saved.
 
     Raises:
         CellError: If there are none.
@@ -388,13 +358,3 @@ def read_first(cell: Cell, context: Context) -> dict[str, Tensor]:
             f"{cell.name}.json there, and run the study again."
         )
     return read_weights(_weights(context.folder, cell))
-
-
-def write_weights(model: nn.Module, path: Path) -> None:
-    """Writes the state dict, whole or not at all."""
-    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        save_file({key: value.contiguous() for key, value in model.state_dict().items()}, partial)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

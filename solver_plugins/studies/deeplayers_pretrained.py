@@ -1,7 +1,6 @@
 """Beyond the Deep Layers paper: how to convert a pretrained network before it is finetuned."""
 
-import math
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 import torch
@@ -13,14 +12,14 @@ from solver_plugins.blocks import calibrate
 from solver_plugins.config import StrictConfig
 from solver_plugins.solvers.problem import Formulation
 from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
-from solver_plugins.studies.base import Cell, Context, Results, Table, Value
-from solver_plugins.studies.deeplayers import FINAL, FIRST, DeepLayersTable, TableConfig, samples
-from solver_plugins.studies.deeplayers_report import Row, pairs, search_tables
-from solver_plugins.studies.fitting import mean, spread
-from solver_plugins.studies.images import Part
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.deeplayers import FINAL, FIRST, REFERENCE, DeepLayersTable, TableConfig, samples
+from solver_plugins.studies.deeplayers_report import TableRow, pairs, search_tables
+from solver_plugins.studies.figures import COLOURS, label, nan_for_none, new_figure
+from solver_plugins.studies.study import Cell, Context, Results, Table, Value, finite, mean, register_study, spread
+from solver_plugins.studies.training import features_of
 from solver_plugins.train.config import ModelSection, Names
 from solver_plugins.train.randomness import seed_for
+from solver_plugins.train.tensors import Part
 
 PLAIN = "plain"
 
@@ -80,13 +79,9 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
     """A pretrained network, finetuned as it is and converted: raw, calibrated, blended, with different solvers."""
 
     name = "deeplayers-pretrained"
-    reference = (
-        "Finetuning with solvers as in Table 3 of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and "
-        "Ranftl, ICLR 2019), for networks with norms; the paper has no such table"
-    )
-    Config: ClassVar[Any] = PretrainedConfig
+    reference = f"Finetuning as in Table 3 {REFERENCE}, for networks with norms; the paper has no such table"
+    Config = PretrainedConfig
     group = "model"
-    printed: ClassVar[dict[Value, dict[str, float]]] = {}
     # With 400 at once, EfficientNet-Lite0 at 64 pixels took 2.5 times as long per image on one thread of a CPU.
     evaluation_batch = 64
 
@@ -102,7 +97,7 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         return f"{what}, on {super().title()}"
 
     def make(self, group: Value) -> nn.Module:
-        # First of all in a cell, so that the new classifier is the same in all arms of a seed.
+        # Made first in a cell, so that the new classifier is the same in all arms of a seed.
         return build_backbone(self.config.model, self._images)
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
@@ -118,34 +113,29 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
             **one.args,
         }
 
-    def _inputs(self, model: nn.Module, seed: int, context: Context) -> dict[str, Part]:
-        if not self._parts:
-            section, known, size = self.config.model, self._images.train, self.config.image_size
-            self._parts = {
-                key: prepared(section, model, part, known, context.device, size).channels_last()
-                for key, part in self._splits().items()
-            }
-        return self._parts
+    def _prepared(self, model: nn.Module, part: Part, context: Context) -> Part:
+        config = self.config
+        return prepared(config.model, model, part, self._images.train, context.device, config.image_size)
 
     def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part]) -> dict[str, Any]:
         compared = cell["stage"] == FINAL
         if cell.arm == PLAIN:
             return {"similarity": 1.0, "feature_scale": 1.0} if compared else {}
-        wanted = _features(model, parts["validation"], self.evaluation_batch) if compared else None
+        wanted = features_of(model, parts["validation"], self.evaluation_batch) if compared else None
         super()._convert(cell, model, parts)
         if self.config.arms[cell.arm].calibrate:
             calibrate(model, self._batches(parts["train"], cell.seed), progress=False)
         if wanted is None:
             return {}
-        found = _features(model, parts["validation"], self.evaluation_batch)
+        found = features_of(model, parts["validation"], self.evaluation_batch)
         return {
-            "similarity": _finite(functional.cosine_similarity(found, wanted).mean()),
-            "feature_scale": _finite(found.std() / wanted.std()),
+            "similarity": finite(functional.cosine_similarity(found, wanted).mean()),
+            "feature_scale": finite(found.std() / wanted.std()),
         }
 
     def _batches(self, train: Part, seed: int) -> list[Tensor]:
         size, count = self.config.fitting.batch_size, self.config.calibration.batches
-        # In random order, and the same for all arms: the images of a folder may be sorted by class.
+        # In random order, because images may be sorted by class; the same order for all arms.
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed_for(seed, "calibration")))
         return [train.images[rows] for rows in order[: count * size].split(size)]
 
@@ -189,14 +179,12 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         rows = self.rows(results)
         found = super().summary(results)
         for row in rows:
-            found[f"{row.key}_similarity"] = mean(row.found.each("similarity"))
+            found[f"{row.key}_similarity"] = row.found.mean("similarity")
             found[f"{row.key}_first_epoch"] = mean(_first_epoch(row))
             found[f"{row.key}_times_plain"] = mean(_times(row, rows))
         return found
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, nan_for_none, new_figure
-
         rows = self.rows(results)
         figure, axes = new_figure(1, 3, width=3.8, height=1.2 + 0.32 * len(rows))
         accuracy, similarity, times = axes[0]
@@ -217,24 +205,24 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         for panel in axes[0]:
             panel.set_ylim(len(rows) - 0.5, -0.5)
             panel.set_yticks(range(len(rows)), [row.arm for row in rows] if panel is accuracy else [""] * len(rows))
-        accuracy.set_xlabel("accuracy (%)", fontsize=9)
-        similarity.set_xlabel("feature similarity before finetuning", fontsize=9)
-        times.set_xlabel(f"training time over that of '{PLAIN}'", fontsize=9)
-        # Room for the legend that hides no arm.
+        label(accuracy, "accuracy (%)")
+        label(similarity, "feature similarity before finetuning")
+        label(times, f"training time over that of '{PLAIN}'")
+        # Above the panel, where the legend hides no arm.
         accuracy.legend(frameon=False, fontsize=8, loc="lower left", bbox_to_anchor=(0.0, 1.0))
         return figure
 
 
-def _compared(row: Row, rows: list[Row]) -> tuple[str, ...]:
+def _compared(row: TableRow, rows: list[TableRow]) -> tuple[str, ...]:
     gained = pairs(row, rows, PLAIN)
     better = sum(one is not None and one > 0 for one in gained)
     plain = row.arm == PLAIN
     return (
         row.arm,
-        spread(row.found.each("similarity"), ".3f"),
-        spread(row.found.each("feature_scale"), ".2f"),
-        spread(row.found.each("accuracy"), ".2f"),
-        "" if plain else spread(gained, "+.2f").replace("± +", "± "),
+        row.found.spread("similarity", ".3f"),
+        row.found.spread("feature_scale", ".2f"),
+        row.found.spread("accuracy", ".2f"),
+        "" if plain else spread(gained, "+.2f"),
         "" if plain else f"{better} of {len(gained)}",
         spread(_first_epoch(row), ".2f"),
         spread(_seconds(row), ".1f"),
@@ -243,32 +231,19 @@ def _compared(row: Row, rows: list[Row]) -> tuple[str, ...]:
     )
 
 
-def _first_epoch(row: Row) -> list[float | None]:
-    """Returns accuracies on the validation split after the first epoch; None where there was no whole one."""
+def _first_epoch(row: TableRow) -> list[float | None]:
+    """Returns accuracies on the validation split after the first epoch; None if it was not completed."""
     curves = [one.values["curves"]["validation_accuracy"] for one in row.found]
     return [curve[0] if curve else None for curve in curves]
 
 
-def _seconds(row: Row) -> list[float | None]:
-    """Returns CPU seconds of training; None where it was cut short."""
+def _seconds(row: TableRow) -> list[float | None]:
+    """Returns CPU seconds of training; None if training diverged."""
     return [None if one.values["diverged"] else one.values["training_cpu_seconds"] for one in row.found]
 
 
-def _times(row: Row, rows: list[Row]) -> list[float | None]:
+def _times(row: TableRow, rows: list[TableRow]) -> list[float | None]:
     """Returns the training time over that of the plain network, seed by seed."""
     (plain,) = [one for one in rows if one.arm == PLAIN]
     both = zip(_seconds(row), _seconds(plain), strict=True)
     return [None if a is None or not b else a / b for a, b in both]
-
-
-def _finite(value: Tensor) -> float | None:
-    found = float(value)
-    return found if math.isfinite(found) else None
-
-
-@torch.no_grad()
-def _features(model: Any, part: Part, size: int) -> Tensor:
-    """Returns what the classifier reads, in evaluation mode."""
-    model.eval()
-    found = [model.forward_head(model.forward_features(x), pre_logits=True) for x in part.images.split(size)]
-    return torch.cat(found)

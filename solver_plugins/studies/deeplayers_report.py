@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from solver_plugins.studies.base import Results, Table, Value
-from solver_plugins.studies.fitting import mean, spread
+from solver_plugins.studies.figures import COLOURS, label, legend, line, nan_for_none, new_figure, whole_numbers
+from solver_plugins.studies.study import Results, Table, Value, shown, spread
 
 if TYPE_CHECKING:
     from solver_plugins.studies.deeplayers import TableConfig
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class TableRow:
     """One network in one arm.
 
     Attributes:
@@ -38,7 +38,7 @@ class Row:
     @property
     def accuracy(self) -> float | None:
         """The mean over seeds, in percent."""
-        return mean(self.found.each("accuracy"))
+        return self.found.mean("accuracy")
 
     @property
     def rates(self) -> list[float]:
@@ -46,29 +46,20 @@ class Row:
         return sorted({one.values["lr"] for one in self.found if "lr" in one.values})
 
 
-def summarise(rows: list[Row]) -> dict[str, Any]:
-    """Returns the accuracies by row."""
-    return {f"{row.key}_accuracy": row.accuracy for row in rows}
-
-
-def pairs(row: Row, rows: list[Row], plain: str) -> list[float | None]:
+def pairs(row: TableRow, rows: list[TableRow], plain: str) -> list[float | None]:
     """Returns what an arm gains over the plain one, seed by seed."""
     (other,) = [one for one in rows if one.group == row.group and one.arm == plain]
     both = zip(row.found.each("accuracy"), other.found.each("accuracy"), strict=True)
     return [None if a is None or b is None else a - b for a, b in both]
 
 
-def gains(rows: list[Row], plain: str) -> dict[Row, float | None]:
-    """Returns what every arm with a solver gains over the plain one, in points."""
-    return {row: mean(pairs(row, rows, plain)) for row in _solved(rows, plain)}
-
-
-def _solved(rows: list[Row], plain: str) -> list[Row]:
+def solved(rows: list[TableRow], plain: str) -> list[TableRow]:
+    """Returns the rows of the arms with a solver."""
     return [row for row in rows if row.arm not in (plain, "first")]
 
 
-def report(rows: list[Row], plain: str, config: "TableConfig", title: str) -> list[Table]:
-    """Returns the table beside the paper's, what the solvers gain, and the search."""
+def report(rows: list[TableRow], plain: str, config: "TableConfig", title: str) -> list[Table]:
+    """Returns the tables: accuracies beside the paper's, what the solvers gain, and the search."""
     finetuned = "'first' is the network before it is finetuned. " if any(row.arm == "first" for row in rows) else ""
     return [
         Table(
@@ -81,14 +72,14 @@ def report(rows: list[Row], plain: str, config: "TableConfig", title: str) -> li
         Table(
             f"Points gained over '{plain}', with the same training",
             ("", "paper", "ours", "seeds that gain"),
-            [_gain(row, rows, plain) for row in _solved(rows, plain)],
+            [_gain(row, rows, plain) for row in solved(rows, plain)],
         ),
         *search_tables(rows, config),
     ]
 
 
-def search_tables(rows: list[Row], config: "TableConfig") -> list[Table]:
-    """Returns a table of the search; none where nothing was searched."""
+def search_tables(rows: list[TableRow], config: "TableConfig") -> list[Table]:
+    """Returns a table of the search, if there was one."""
     if not any(row.search for row in rows):
         return []
     rates = config.search.rates
@@ -102,21 +93,21 @@ def search_tables(rows: list[Row], config: "TableConfig") -> list[Table]:
     ]
 
 
-def _accuracy(row: Row) -> tuple[str, ...]:
+def _accuracy(row: TableRow) -> tuple[str, ...]:
     ours = row.accuracy
     return (
         f"{row.label}, {row.arm}",
-        "" if row.paper is None else f"{row.paper:.2f}",
-        spread(row.found.each("accuracy"), ".2f"),
+        shown(row.paper, ".2f"),
+        row.found.spread("accuracy", ".2f"),
         "" if row.paper is None or ours is None else f"{ours - row.paper:+.2f}",
-        _number(mean(row.found.each("trial_spread")), ".3f"),
-        _number(mean(row.found.each("deterministic_accuracy")), ".2f"),
+        shown(row.found.mean("trial_spread"), ".3f"),
+        shown(row.found.mean("deterministic_accuracy"), ".2f"),
         ", ".join(f"{rate:g}" for rate in row.rates),
     )
 
 
-def _gain(row: Row, rows: list[Row], plain: str) -> tuple[str, ...]:
-    # The paper has the network before finetuning alone, where it finetunes.
+def _gain(row: TableRow, rows: list[TableRow], plain: str) -> tuple[str, ...]:
+    # Where the paper finetunes, it reports only the network before finetuning.
     printed = {one.arm: one.paper for one in rows if one.group == row.group and one.paper is not None}
     theirs = printed.get(plain, printed.get("first"))
     ours = pairs(row, rows, plain)
@@ -124,24 +115,18 @@ def _gain(row: Row, rows: list[Row], plain: str) -> tuple[str, ...]:
     return (
         f"{row.label}, {row.arm}",
         "" if row.paper is None or theirs is None else f"{row.paper - theirs:+.2f}",
-        spread(ours, "+.2f").replace("± +", "± "),
+        spread(ours, "+.2f"),
         f"{better} of {len(ours)}",
     )
 
 
-def _searched(row: Row, rates: list[float]) -> tuple[str, ...]:
-    scores = (row.search.of(lr=rate).each("validation_accuracy") for rate in rates)
-    return (f"{row.label}, {row.arm}", *(spread(score, ".2f") for score in scores))
+def _searched(row: TableRow, rates: list[float]) -> tuple[str, ...]:
+    found = (row.search.of(lr=rate) for rate in rates)
+    return (f"{row.label}, {row.arm}", *(one.spread("validation_accuracy", ".2f") for one in found))
 
 
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else f"{value:{form}}"
-
-
-def draw_table(rows: list[Row]) -> Any:
+def draw_table(rows: list[TableRow]) -> Any:
     """Draws accuracies beside the paper's, and the validation split over the epochs."""
-    from solver_plugins.studies.figures import COLOURS, STYLES, legend, nan_for_none, new_figure, whole_numbers
-
     groups, arms = list(dict.fromkeys(row.group for row in rows)), list(dict.fromkeys(row.arm for row in rows))
     figure, axes = new_figure(1, 2, width=5.4, height=3.6)
     left, right = axes[0]
@@ -157,19 +142,17 @@ def draw_table(rows: list[Row]) -> Any:
     labels = [next(row.label for row in rows if row.group == group) for group in groups]
     left.set_xticks(range(len(groups)), labels)
     left.set_xlim(-0.5, len(groups) - 0.5)
-    left.set_ylabel("accuracy on the test split (%)", fontsize=9)
+    label(left, y="accuracy on the test split (%)")
     legend(left)
     for row in (row for row in rows if row.arm != "first"):
         curves = [one.values["curves"]["validation_accuracy"] for one in row.found]
         shared = min(map(len, curves))
         means = [sum(values) / len(values) for values in zip(*(curve[:shared] for curve in curves), strict=True)]
-        style = STYLES[arms.index(row.arm) % len(STYLES)]
-        colour = COLOURS[(groups.index(row.group) if len(groups) > 1 else arms.index(row.arm)) % len(COLOURS)]
-        right.plot(
-            range(1, shared + 1), means, color=colour, linestyle=style, marker=".", label=f"{row.label}, {row.arm}"
-        )
+        number = arms.index(row.arm)
+        colour = COLOURS[(groups.index(row.group) if len(groups) > 1 else number) % len(COLOURS)]
+        style = line(number, color=colour, marker=".", label=f"{row.label}, {row.arm}")
+        right.plot(range(1, shared + 1), means, **style)
     whole_numbers(right)
-    right.set_xlabel("epoch", fontsize=9)
-    right.set_ylabel("accuracy on the validation split (%)", fontsize=9)
+    label(right, "epoch", "accuracy on the validation split (%)")
     legend(right, outside=True)
     return figure

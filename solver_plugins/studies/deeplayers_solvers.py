@@ -1,16 +1,15 @@
-"""Beyond the Deep Layers paper: LeNet with every solver and number of iterations; accuracy, and time until then."""
+"""Beyond the Deep Layers paper: LeNet with several solvers and iterations; accuracy, and the time to reach it."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 from pydantic import Field
 
-from solver_plugins.studies.base import Measured, Results, Table, Value
-from solver_plugins.studies.deeplayers import samples
-from solver_plugins.studies.deeplayers_report import Row
+from solver_plugins.studies.deeplayers import REFERENCE, samples
+from solver_plugins.studies.deeplayers_report import TableRow
 from solver_plugins.studies.deeplayers_table2 import DROPOUT, LeNetTable, Table2Config
-from solver_plugins.studies.fitting import mean, spread
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.figures import COLOURS, label, legend, line, name_each, nan_for_none, new_figure
+from solver_plugins.studies.study import Measured, Results, Table, Value, mean, register_study, spread
 
 
 class SolversConfig(Table2Config):
@@ -34,15 +33,11 @@ class SolversConfig(Table2Config):
 
 @register_study
 class DeepLayersSolvers(LeNetTable[SolversConfig]):
-    """LeNet with different solvers and iterations: accuracy, sampling in evaluation or not, and time to an accuracy."""
+    """LeNet with different solvers and iterations: accuracy with and without sampling, and time to an accuracy."""
 
     name = "deeplayers-solvers"
-    reference = (
-        "LeNet of Table 2 of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and Ranftl, ICLR 2019) with "
-        "other solvers; the paper has no such table"
-    )
-    Config: ClassVar[Any] = SolversConfig
-    printed: ClassVar[dict[Value, dict[str, float]]] = {}
+    reference = f"LeNet of Table 2 {REFERENCE} with other solvers; the paper has no such table"
+    Config = SolversConfig
 
     def arms(self) -> tuple[str, ...]:
         counts = self.config.iterations
@@ -50,7 +45,7 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
         solver, _, count = arm.rpartition("-")
-        # A deterministic solver leaves the dropout in front of it alone, which is no strict pattern.
+        # Not the strict pattern: a deterministic solver leaves the dropout in front of it alone.
         return {"targets": ["fc1", "fc2"], **self.config.solver.of(solver), "iters": int(count)}
 
     def tables(self, results: Results) -> list[Table]:
@@ -60,7 +55,7 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
         times = [
             (
                 row.arm,
-                spread(row.found.each("training_cpu_seconds"), ".1f"),
+                row.found.spread("training_cpu_seconds", ".1f"),
                 spread([_reached(one, goal, "cpu_seconds") for one in row.found], ".1f"),
                 spread([_reached(one, goal, "epoch") for one in row.found], ".1f"),
             )
@@ -76,9 +71,9 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
             ),
         ]
 
-    def _goal(self, rows: list[Row]) -> float | None:
+    def _goal(self, rows: list[TableRow]) -> float | None:
         (plain,) = [row for row in rows if row.arm == DROPOUT]
-        return mean(plain.found.each("validation_accuracy"))
+        return plain.found.mean("validation_accuracy")
 
     def summary(self, results: Results) -> dict[str, Any]:
         rows = self.rows(results)
@@ -90,8 +85,6 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
         }  # fmt: skip
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, name_each, nan_for_none, new_figure
-
         rows = self.rows(results)
         figure, axes = new_figure(1, 2, width=5.4, height=3.6)
         left, right = axes[0]
@@ -99,31 +92,27 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
             found = [row for row in rows if row.arm in [f"{solver}-{count}" for count in counts]]
             style = {"color": COLOURS[(number + 1) % len(COLOURS)], "marker": "o"}
             left.plot(counts, nan_for_none([row.accuracy for row in found]), label=solver, **style)
-            off = [mean(row.found.each("deterministic_accuracy")) for row in found]
+            off = [row.found.mean("deterministic_accuracy") for row in found]
             if any(value is not None for value in off):
                 style = {**style, "fillstyle": "none", "linestyle": "--"}
                 left.plot(counts, nan_for_none(off), label=f"{solver}, sampling off in evaluation", **style)
         (plain,) = [row for row in rows if row.arm == DROPOUT]
         left.axhline(nan_for_none([plain.accuracy])[0], color=COLOURS[0], label=DROPOUT)
         name_each(left, sorted({count for counts in self.config.iterations.values() for count in counts}))
-        left.set_xlabel("iterations", fontsize=9)
-        left.set_ylabel("accuracy on the test split (%)", fontsize=9)
+        label(left, "iterations", "accuracy on the test split (%)")
         legend(left)
         for number, row in enumerate(rows):
             for one in row.found:
-                curves, first = one.values["curves"], one is row.found[0]
-                right.plot(
-                    curves["cpu_seconds"], curves["validation_accuracy"], color=COLOURS[number % len(COLOURS)],
-                    linestyle=STYLES[number % len(STYLES)], marker=".", label=row.arm if first else None,
-                )  # fmt: skip
-        right.set_xlabel("training (CPU s)", fontsize=9)
-        right.set_ylabel("accuracy on the validation split (%)", fontsize=9)
+                curves, name = one.values["curves"], row.arm if one is row.found[0] else None
+                style = line(number, marker=".", label=name)
+                right.plot(curves["cpu_seconds"], curves["validation_accuracy"], **style)
+        label(right, "training (CPU s)", "accuracy on the validation split (%)")
         legend(right, outside=True)
         return figure
 
 
 def _reached(one: Measured, goal: float | None, what: str) -> float | None:
-    """Returns when a cell first had an accuracy, in CPU seconds or epochs; None for never."""
+    """Returns when a cell first reached an accuracy, in CPU seconds or epochs; None if it never did."""
     curves = one.values["curves"]
     for epoch, (score, seconds) in enumerate(zip(curves["validation_accuracy"], curves["cpu_seconds"], strict=True)):
         if goal is not None and score >= goal:

@@ -6,9 +6,8 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.integrations.architectures import LeNet
-from solver_plugins.studies.base import Value
-from solver_plugins.studies.deeplayers import DeepLayersTable, TableConfig
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.deeplayers import REFERENCE, DeepLayersTable, TableConfig
+from solver_plugins.studies.study import Value, register_study
 
 DROPOUT, PROXSG = "dropout", "proxsg"
 
@@ -49,9 +48,9 @@ class DeepLayersTable2(LeNetTable[Table2Config]):
     """LeNet with dropouts beside LeNet with Prox-SG in their place."""
 
     name = "deeplayers-table2"
-    reference = "Table 2 of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and Ranftl, ICLR 2019)"
-    Config: ClassVar[Any] = Table2Config
-    printed: ClassVar[dict[Value, dict[str, float]]] = {
+    reference = f"Table 2 {REFERENCE}"
+    Config = Table2Config
+    printed: ClassVar = {
         "d-d": {DROPOUT: 64.39, PROXSG: 72.86},
         "d-nd": {DROPOUT: 71.72, PROXSG: 75.20},
         "nd-d": {DROPOUT: 68.54, PROXSG: 76.23},

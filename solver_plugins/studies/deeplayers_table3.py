@@ -6,9 +6,8 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.integrations.architectures import CifarAlexNet
-from solver_plugins.studies.base import Value
-from solver_plugins.studies.deeplayers import FIRST, DeepLayersTable, TableConfig
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.deeplayers import FIRST, REFERENCE, DeepLayersTable, TableConfig
+from solver_plugins.studies.study import Value, register_study
 
 PLAIN, PROXGD = "plain", "proxgd"
 
@@ -24,13 +23,10 @@ class DeepLayersTable3(DeepLayersTable[Table3Config]):
     """AlexNet with its first convolution as Prox-GD, finetuned."""
 
     name = "deeplayers-table3"
-    reference = "Table 3 of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and Ranftl, ICLR 2019)"
-    Config: ClassVar[Any] = Table3Config
+    reference = f"Table 3 {REFERENCE}"
+    Config = Table3Config
     group = "beside"
-    printed: ClassVar[dict[Value, dict[str, float]]] = {
-        "CIFAR-10": {FIRST: 77.30, PROXGD: 78.51},
-        "CIFAR-100": {FIRST: 44.20, PROXGD: 45.53},
-    }
+    printed: ClassVar = {"CIFAR-10": {FIRST: 77.30, PROXGD: 78.51}, "CIFAR-100": {FIRST: 44.20, PROXGD: 45.53}}
 
     def groups(self) -> list[Value]:
         return [self.config.beside]

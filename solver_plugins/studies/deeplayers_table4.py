@@ -4,10 +4,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from solver_plugins.studies.base import Value
-from solver_plugins.studies.deeplayers import FIRST
+from solver_plugins.studies.deeplayers import FIRST, REFERENCE
 from solver_plugins.studies.deeplayers_vgg import DROPOUT, VGGConfig, VGGTable
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.study import Value, register_study
 
 LAST, BOTH, PROXGD = "proxsg-nd-d", "proxsg-d-d", "proxgd"
 
@@ -23,10 +22,10 @@ class DeepLayersTable4(VGGTable[Table4Config]):
     """VGG16 with its last or both fully connected layers as Prox-SG, or as Prox-GD behind live dropouts."""
 
     name = "deeplayers-table4"
-    reference = "Table 4 of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and Ranftl, ICLR 2019)"
-    Config: ClassVar[Any] = Table4Config
+    reference = f"Table 4 {REFERENCE}"
+    Config = Table4Config
     group = "beside"
-    printed: ClassVar[dict[Value, dict[str, float]]] = {
+    printed: ClassVar = {
         "CIFAR-10": {FIRST: 92.56, LAST: 92.44, BOTH: 92.57, PROXGD: 92.80},
         "CIFAR-100": {FIRST: 70.27, LAST: 70.95, BOTH: 70.44, PROXGD: 71.10},
     }

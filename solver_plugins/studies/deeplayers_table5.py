@@ -5,10 +5,9 @@ from typing import Any, ClassVar, Self
 import pydantic
 from pydantic import Field
 
-from solver_plugins.studies.base import Value
-from solver_plugins.studies.deeplayers import FIRST
+from solver_plugins.studies.deeplayers import FIRST, REFERENCE
 from solver_plugins.studies.deeplayers_vgg import DROPOUT, VGGConfig, VGGTable
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.study import Value, register_study
 
 PROXSG = "proxsg"
 
@@ -34,10 +33,10 @@ class DeepLayersTable5(VGGTable[Table5Config]):
     """The rate of the last dropout of VGG16 against the sampling of Prox-SG in its place."""
 
     name = "deeplayers-table5"
-    reference = "Table 5 of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and Ranftl, ICLR 2019)"
-    Config: ClassVar[Any] = Table5Config
+    reference = f"Table 5 {REFERENCE}"
+    Config = Table5Config
     group = "p"
-    printed: ClassVar[dict[Value, dict[str, float]]] = {
+    printed: ClassVar = {
         0.0: {FIRST: 70.57, PROXSG: 70.87},
         0.1: {FIRST: 70.56, PROXSG: 70.51},
         0.5: {FIRST: 70.27, PROXSG: 70.95},

@@ -1,20 +1,19 @@
-"""VGG16 for 32x32 images, and what the tables of "Deep Layers as Stochastic Solvers" that use it share."""
+"""VGG16 for 32x32 images, and what the Deep Layers tables with VGG16 share."""
 
 from collections import OrderedDict
 from typing import Any, TypeVar
 
-import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from solver_plugins.studies.base import Cell, Context, Value
 from solver_plugins.studies.deeplayers import DeepLayersTable, TableConfig, read_first
-from solver_plugins.studies.images import Part
+from solver_plugins.studies.study import Cell, Context, Value
+from solver_plugins.studies.training import collected
+from solver_plugins.train.tensors import Part
 
 DROPOUT = "dropout"
 _LAYERS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and convolutions of VGG16 between two poolings."""
-_BATCH = 200
 
 
 class VGGConfig(TableConfig):
@@ -32,7 +31,7 @@ class VGGConfig(TableConfig):
 
 
 class CifarVGG(nn.Module):
-    """VGG16 for 32x32 images: 13 convolutions, and twice dropout -> linear -> ReLU before the classifier.
+    """VGG16 for 32x32 images: 13 convolutions, then dropout -> linear -> ReLU twice, then the classifier.
 
     Args:
         in_chans: Channels of the image.
@@ -66,7 +65,7 @@ class CifarVGG(nn.Module):
         self.head = nn.Sequential(OrderedDict(parts))
         for layer in self.body:
             if isinstance(layer, nn.Conv2d):
-                # Without it thirteen layers lose the signal where there are no norms.
+                # Without norms, thirteen layers would otherwise lose the signal.
                 nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,46 +101,41 @@ class VGGTable(DeepLayersTable[C]):
         return f"{size}, {what}, {super().title()}"
 
     def _firsts(self) -> list[Cell]:
-        # Networks that share their convolutions begin with one cell.
+        # Networks that share their convolutions share one cell.
         return list(dict.fromkeys(super()._firsts()))
 
     def _first_cell(self, group: Value, seed: int) -> Cell:
         return super()._first_cell(self.shared() if self.config.frozen else group, seed)
 
     def shared(self) -> Value:
-        """Returns the network whose convolutions all others take over where they are frozen."""
+        """Returns the network whose convolutions all others use if they are frozen."""
         return self.groups()[0]
 
     def _tests_first(self) -> bool:
         return super()._tests_first() and not self.config.frozen
 
-    def _begin(self, model: nn.Module, first: Cell, context: Context) -> nn.Module:
+    def _begin(self, model: Any, first: Cell, context: Context) -> nn.Module:
         if not self.config.frozen:
             return super()._begin(model, first, context)
-        state = read_first(first, context)
-        body: nn.Module = model.body  # type: ignore[assignment]
-        body.load_state_dict({key.removeprefix("body."): one for key, one in state.items() if key.startswith("body.")})
-        return model.to(context.device)
+        kept = {key: value for key, value in read_first(first, context).items() if key.startswith("body.")}
+        model.body.load_state_dict({key.removeprefix("body."): value for key, value in kept.items()})
+        moved: nn.Module = model.to(context.device)
+        return moved
 
-    def _inputs(self, model: nn.Module, seed: int, context: Context) -> dict[str, Part]:
+    def _inputs(self, model: Any, seed: int, context: Context) -> dict[str, Part]:
         parts = super()._inputs(model, seed, context)
         if not self.config.frozen:
             return parts
         if seed not in self._features:
-            # One seed at a time: features may be as large as the images.
-            self._features = {seed: {key: _through(model.body, part) for key, part in parts.items()}}  # type: ignore[arg-type]
+            # Only one seed is kept: features may be as large as the images.
+            body = model.body
+            self._features = {seed: {key: Part(collected(body, one, body), one.labels) for key, one in parts.items()}}
         return self._features[seed]
 
-    def _trained(self, model: nn.Module) -> nn.Module:
-        head: nn.Module = model.head  # type: ignore[assignment]
-        return head if self.config.frozen else model
+    def _trained(self, model: Any) -> nn.Module:
+        trained: nn.Module = model.head if self.config.frozen else model
+        return trained
 
     def targets(self, both: bool) -> dict[str, Any]:
         """Returns which fully connected layers become solvers: the last one, or both, but never the classifier."""
         return {"targets": ["fc1", "fc2"] if both else ["fc2"]}
-
-
-@torch.no_grad()
-def _through(body: nn.Module, part: Part) -> Part:
-    body.eval()
-    return Part(torch.cat([body(images) for images in part.images.split(_BATCH)]), part.labels)

@@ -5,8 +5,7 @@ targets with the squared loss on a small data set as one batch. If the backbone 
 minimum is that of Theorem 2.7 without inputs.
 """
 
-import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 import torch
@@ -14,21 +13,27 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from solver_plugins.dropblock import GlobalMinimum, GridBlocks, drop_block_1d, global_minimum, theta_bar_of
+from solver_plugins.dropblock import GridBlocks, drop_block_1d, global_minimum, theta_bar_of
 from solver_plugins.dropblock.retain import check_divides
 from solver_plugins.studies.backbones import build_backbone, prepared
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.images import ImageData, Images
-from solver_plugins.studies.registry import register_study
-from solver_plugins.train.config import ModelSection
+from solver_plugins.studies.dropblock_shallow import REFERENCE
+from solver_plugins.studies.figures import COLOURS, STYLES, label, legend, nan_for_none, new_figure, whole_numbers
+from solver_plugins.studies.images import ImageConfig, ImageStudy
+from solver_plugins.studies.study import Cell, Context, Results, Table, finite, register_study, shown
+from solver_plugins.studies.training import fit
+from solver_plugins.train.config import ModelSection, OptimizerSection, ScheduleSection
+from solver_plugins.train.data import Batch
+from solver_plugins.train.optimizer import TrainSettings
+from solver_plugins.train.tensors import Shuffled
 
 SAMPLED, DETERMINISTIC = "sampled", "deterministic"
+_POINTS = 300
+"""About how many points of a curve are kept."""
 
 
-class DeepConfig(StudyConfig):
+class DeepConfig(ImageConfig):
     """Settings of Fig. 2."""
 
-    data: ImageData = ImageData()
     image_size: int | None = Field(None, ge=1, description="Images are resized to this side; null for as they are.")
     model: ModelSection = Field(
         ModelSection(spec="timm/resnet50"), description="A model of timm, as in finetune recipes; its last layer goes."
@@ -62,21 +67,58 @@ class LastLayers(nn.Module):
         return self.reduce(self.backbone(images))
 
 
+class SquaredLoss:
+    """The squared loss with DropBlock, sampled or in expectation: an objective of the training loop that keeps curves.
+
+    Attributes:
+        at: The steps at which the curves were read.
+        objective: The expected loss at these steps.
+        sampled: The loss with the masks of these steps; empty where nothing is sampled.
+        predictions: Those of the last step, without masks.
+    """
+
+    def __init__(self, config: DeepConfig, sampling: bool):
+        self.config, self.sampling = config, sampling
+        self.scheme = GridBlocks(config.theta, config.block_size)
+        self.at: list[int] = []
+        self.objective: list[float] = []
+        self.sampled: list[float] = []
+        self.predictions = torch.empty(0)
+        self._step = 0
+
+    def __call__(self, model: Any, batch: Batch) -> Tensor:
+        """Returns the loss of the step, per image."""
+        config, weight = self.config, model.classify.weight
+        targets = functional.one_hot(batch["labels"], len(weight)).float()
+        features = model(batch["image"])
+        objective = (targets - features @ weight.mT).square().sum() + self.scheme.variance(weight, features).sum()
+        loss = objective
+        if self.sampling:
+            dropped = drop_block_1d(features, config.theta, config.block_size)
+            loss = (targets - dropped @ weight.mT).square().sum()
+        last = self._step == config.iterations - 1
+        if last or self._step % max(1, config.iterations // _POINTS) == 0:
+            self.at.append(self._step)
+            self.objective.append(float(objective.detach()))
+            self.sampled += [float(loss.detach())] if self.sampling else []
+        if last:
+            self.predictions = (features.detach() @ weight.detach().mT).double().cpu()
+        self._step += 1
+        return loss / len(targets)
+
+
 @register_study
-class DropBlockFig2(Study[DeepConfig]):
+class DropBlockFig2(ImageStudy[DeepConfig]):
     """A deep network with DropBlock before its last layer, against the closed-form minimum."""
 
     name = "dropblock-fig2"
     tags = ("dropblock", "images")
-    reference = (
-        "Fig. 2 of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
-    )
-    Config: ClassVar[Any] = DeepConfig
-    _images: Images
+    reference = f"Fig. 2 {REFERENCE}"
+    Config = DeepConfig
 
     def prepare(self) -> None:
-        self._images = self.config.data.load()
-        # Made once, so that a name or argument that timm does not know is told before anything is written.
+        super().prepare()
+        # Made once, so that mistakes surface before anything is written.
         self._make()
 
     def _make(self) -> LastLayers:
@@ -84,58 +126,37 @@ class DropBlockFig2(Study[DeepConfig]):
         return LastLayers(backbone, int(backbone.num_features), self.config.width, self._images.classes)
 
     def cells(self) -> list[Cell]:
-        return [Cell(arm, seed) for seed in self.config.seeds for arm in self.config.arms]
-
-    def _targets(self) -> tuple[Tensor, GlobalMinimum]:
-        config = self.config
-        targets = functional.one_hot(self._images.train.labels, self._images.classes).float()
-        theta_bar = theta_bar_of(config.theta, config.width, config.block_size)
-        return targets, global_minimum(targets, theta_bar, config.block_size)
+        return Cell.grid(seed=self.config.seeds, arm=self.config.arms)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        config = self.config
-        targets, minimum = self._targets()
-        model = self._make().to(context.device).train()
-        resized = self._images.train.resized(config.image_size)
-        images = prepared(config.model, model.backbone, resized, resized, context.device).images
-        targets = targets.to(context.device)
-        optimizer = torch.optim.Adam(model.parameters(), lr=config.lr)
-        scheme = GridBlocks(config.theta, config.block_size)
-        at: list[int] = []
-        sampled: list[float] = []
-        objectives: list[float] = []
-        features = torch.empty(0)
-        every = max(1, config.iterations // 300)
-        for step in context.steps(config.iterations):
-            for group in optimizer.param_groups:
-                group["lr"] = config.lr * 0.5 * (1 + math.cos(math.pi * step / config.iterations))
-            features, weight = model(images), model.classify.weight
-            objective = (targets - features @ weight.mT).square().sum() + scheme.variance(weight, features).sum()
-            loss = objective
-            if cell.arm == SAMPLED:
-                dropped = drop_block_1d(features, config.theta, config.block_size)
-                loss = (targets - dropped @ weight.mT).square().sum()
-            if step % every == 0 or step == config.iterations - 1:
-                at.append(step)
-                objectives.append(float(objective.detach()))
-                sampled.append(float(loss.detach()))
-            last = (features.detach() @ weight.detach().mT).double().cpu()
-            optimizer.zero_grad()
-            (loss / len(targets)).backward()
-            optimizer.step()
-        found = torch.linalg.svdvals(last)
+        config, train = self.config, self._images.train
+        targets = functional.one_hot(train.labels, self._images.classes).float()
+        minimum = global_minimum(
+            targets, theta_bar_of(config.theta, config.width, config.block_size), config.block_size
+        )
+        model = self._make()
+        resized = train.resized(config.image_size)
+        part = prepared(config.model, model.backbone, resized, resized, context.device)
+        # An epoch is one step with all images.
+        settings = TrainSettings(
+            config.iterations, OptimizerSection(opt="adam", lr=config.lr, weight_decay=0.0), ScheduleSection()
+        )
+        loss = SquaredLoss(config, cell.arm == SAMPLED)
+        done = fit(model, Shuffled(part, len(part), cell.seed), settings, context, objective=loss)
+        found = None if done.diverged else torch.linalg.svdvals(loss.predictions)
+        final = None if done.diverged else finite(loss.objective[-1])
         predicted = minimum.singular_values
         return {
             "closed_form": minimum.objective,
             "attainable": config.block_size * minimum.fewest_blocks <= config.width,
-            "final": objectives[-1] if math.isfinite(objectives[-1]) else None,
-            "gap": objectives[-1] / minimum.objective - 1 if math.isfinite(objectives[-1]) else None,
-            "singular_value_error": _finite(float((found - predicted).norm() / predicted.norm())),
+            "final": final,
+            "gap": None if final is None else final / minimum.objective - 1,
+            "singular_value_error": None if found is None else finite((found - predicted).norm() / predicted.norm()),
             "curves": {
-                "iteration": at,
-                "objective": [_finite(value) for value in objectives],
-                "sampled": [_finite(value) for value in sampled] if cell.arm == SAMPLED else [],
-                "singular_values": [_finite(value) for value in found.tolist()],
+                "iteration": loss.at,
+                "objective": [finite(value) for value in loss.objective],
+                "sampled": [finite(value) for value in loss.sampled],
+                "singular_values": [None] * len(predicted) if found is None else found.tolist(),
                 "predicted": predicted.tolist(),
             },
         }
@@ -145,9 +166,9 @@ class DropBlockFig2(Study[DeepConfig]):
             (
                 f"{one.cell.arm}, seed {one.cell.seed}",
                 f"{one.values['closed_form']:.4f}" + ("" if one.values["attainable"] else " (bound)"),
-                "diverged" if one.values["final"] is None else f"{one.values['final']:.4f}",
-                "-" if one.values["gap"] is None else f"{100 * one.values['gap']:.2f}%",
-                "-" if one.values["final"] is None else f"{100 * one.values['singular_value_error']:.2f}%",
+                shown(one.values["final"], ".4f", "diverged"),
+                shown(one.values["gap"], ".2%", "-"),
+                shown(one.values["singular_value_error"], ".2%", "-"),
                 f"{one.seconds:.0f} s",
             )
             for one in results
@@ -166,38 +187,25 @@ class DropBlockFig2(Study[DeepConfig]):
         ]
 
     def summary(self, results: Results) -> dict[str, Any]:
-        gaps = [gap for gap in results.each("gap") if gap is not None]
-        errors = [error for error in results.each("singular_value_error") if error is not None]
-        return {"largest_gap": max(gaps, default=None), "largest_singular_value_error": max(errors, default=None)}
+        return {f"largest_{key}": max(results.known(key), default=None) for key in ("gap", "singular_value_error")}
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, nan_for_none, new_figure, whole_numbers
-
         figure, axes = new_figure(1, 2, width=4.8, height=3.4)
         left, right = axes[0]
-        left.set_yscale("log")
         markers = {SAMPLED: "o", DETERMINISTIC: "x"}
         for index, one in enumerate(results.of(seed=self.config.seeds[0])):
-            curves = one.values["curves"]
-            style = {"color": COLOURS[2 * index], "linestyle": STYLES[index]}
-            left.plot(curves["iteration"], nan_for_none(curves["objective"]), label=f"{one.cell.arm} training", **style)
-            right.plot(
-                range(1, len(curves["singular_values"]) + 1), nan_for_none(curves["singular_values"]),
-                markers[one.cell.arm], color=COLOURS[2 * index], label=f"{one.cell.arm} training",
-            )  # fmt: skip
+            curves, text = one.values["curves"], f"{one.cell.arm} training"
+            colour, values = COLOURS[2 * index], curves["singular_values"]
+            objective = nan_for_none(curves["objective"])
+            left.plot(curves["iteration"], objective, color=colour, linestyle=STYLES[index], label=text)
+            numbers = range(1, len(values) + 1)
+            right.plot(numbers, nan_for_none(values), markers[one.cell.arm], color=colour, label=text)
         left.axhline(one.values["closed_form"], color=COLOURS[1], linestyle=":", linewidth=2, label="lower bound")
-        predicted = curves["predicted"]
-        right.plot(range(1, len(predicted) + 1), predicted, ":", color=COLOURS[1], linewidth=2, label="prediction")
-        left.set_xlabel("iteration", fontsize=9)
-        left.set_ylabel("deterministic objective", fontsize=9)
-        right.set_xlabel("number", fontsize=9)
-        right.set_ylabel("singular value of the predictions", fontsize=9)
+        right.plot(numbers, curves["predicted"], ":", color=COLOURS[1], linewidth=2, label="prediction")
+        label(left, "iteration", "deterministic objective", log="y")
+        label(right, "number", "singular value of the predictions")
         right.set_ylim(bottom=0)
         whole_numbers(right)
         for panel in (left, right):
             legend(panel)
         return figure
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

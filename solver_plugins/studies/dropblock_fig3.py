@@ -1,43 +1,25 @@
-"""Figures 3 and 6 of the structured dropout paper: DropConnect is dropout, and where it is not.
+"""Figures 3 and 6 of the structured dropout paper: when DropConnect is dropout, and when it is not.
 
 Theorem 4.1 holds where ``X^T X`` is diagonal. Standard normal inputs, the paper's, come close; correlated ones do not.
 """
 
 import math
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from solver_plugins.dropblock import (
-    Dropout,
-    drop_block_1d,
-    drop_connect_linear,
-    dropconnect_omega,
-    global_minimum,
-    omega,
-    theta_bar_of,
-)
-from solver_plugins.studies.base import Cell, Context, Results, Study, Table
-from solver_plugins.studies.registry import register_study
-from solver_plugins.studies.shallow import (
-    Objective,
-    Predict,
-    Problem,
-    ShallowConfig,
-    agreement,
-    finite_curves,
-    objective_of,
-    synthetic,
-    train,
-)
+from solver_plugins.dropblock import Dropout, drop_block_1d, drop_connect_linear, dropconnect_omega, omega
+from solver_plugins.studies import dropblock_shallow as shallow
+from solver_plugins.studies.figures import COLOURS, new_figure
+from solver_plugins.studies.study import Cell, Context, Results, Table, register_study, shown
 
 DROPCONNECT, DROPOUT = "dropconnect", "dropout"
 
 
-class DropConnectConfig(ShallowConfig):
+class DropConnectConfig(shallow.ShallowConfig):
     """Settings of Figures 3 and 6."""
 
     thetas: list[float] = Field([0.5], min_length=1, description="Probabilities that a weight, or a unit, is kept.")
@@ -50,59 +32,43 @@ class DropConnectConfig(ShallowConfig):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
-        if not all(0 < theta < 1 for theta in self.thetas):
-            raise ValueError("expected every theta, the probability to be kept, in (0, 1)")
+        shallow.check_thetas(self.thetas)
         if "white" in self.inputs and self.sizes.samples < self.sizes.inputs:
             raise ValueError("white inputs need at least as many samples as inputs")
         return self
 
 
-class _Comparison(Study[DropConnectConfig]):
-    tags = ("dropblock", "synthetic")
-    Config: ClassVar[Any] = DropConnectConfig
+class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
+    Config = DropConnectConfig
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(arm, seed, (("inputs", kind), ("theta", theta)))
-            for kind in self.config.inputs
-            for theta in self.config.thetas
-            for seed in self.config.seeds
-            for arm in (DROPCONNECT, DROPOUT)
-        ]
+        config = self.config
+        return Cell.grid(inputs=config.inputs, theta=config.thetas, seed=config.seeds, arm=(DROPCONNECT, DROPOUT))
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        config, theta = self.config, float(cell["theta"])
-        problem = synthetic(config.sizes, cell.seed, lambda X: shaped(X, str(cell["inputs"]), config.correlation))
-        width = config.sizes.hidden
-        # Of dropout, blocks of one.
-        minimum = global_minimum(problem.Y, theta_bar_of(theta, width, 1), 1, problem.X)
+        config, theta, kind = self.config, float(cell["theta"]), str(cell["inputs"])
+        problem = shallow.synthetic(config.sizes, cell.seed, lambda X: shaped(X, kind, config.correlation))
+        # Dropout is DropBlock with blocks of one.
+        minimum = problem.minimum(theta, 1)
         objective, predict = _connect(problem, theta) if cell.arm == DROPCONNECT else _units(problem, theta)
-        trained = train(problem, config.descent, objective, predict, context)
-        final = trained.objective[-1]
-        finite = math.isfinite(final)
+        trained = shallow.train(problem, config.descent, objective, predict, context)
+        found = trained.values()
+        final = found["final"]
         return {
             "dropout_minimum": minimum.objective,
-            "final": final if finite else None,
-            "over_dropout_minimum": final / minimum.objective if finite else None,
-            # Of both regularisers with the same weights: one where Theorem 4.1 holds.
+            "over_dropout_minimum": None if final is None else final / minimum.objective,
+            # The ratio of both regularisers at the same weights, which is one where Theorem 4.1 holds.
             "ratio_at_first": ratio(problem, problem.U, problem.V, theta),
-            "ratio_at_last": ratio(problem, trained.U, trained.V, theta) if finite else None,
-            **(agreement(trained) if finite else {"sampled_over_deterministic": None, "standard_error": None}),
-            "curves": finite_curves(trained),
+            "ratio_at_last": None if final is None else ratio(problem, trained.U, trained.V, theta),
+            **found,
         }
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
         for one in results:
-            found = one.values
-            mean, error = found["sampled_over_deterministic"], found["standard_error"]
-            rows.append((
-                f"{one.cell['inputs']}, {one.cell['theta']:g}, {one.cell.arm}, seed {one.cell.seed}",
-                "diverged" if found["final"] is None else f"{found['final']:.6g}",
-                "-" if found["final"] is None else f"{found['over_dropout_minimum']:.4f}",
-                "-" if found["final"] is None else f"{found['ratio_at_last']:.4f}",
-                "-" if mean is None else f"{mean:.4f} ± {error:.4f}",
-            ))  # fmt: skip
+            name = f"{one.cell['inputs']}, {one.cell['theta']:g}, {one.cell.arm}, seed {one.cell.seed}"
+            final, over, agreement = shallow.ending(one, "over_dropout_minimum", ".4f")
+            rows.append((name, final, over, shown(one.values["ratio_at_last"], ".4f", "-"), agreement))
         return [
             Table(
                 "DropConnect against dropout",
@@ -116,46 +82,29 @@ class _Comparison(Study[DropConnectConfig]):
         ]  # fmt: skip
 
     def summary(self, results: Results) -> dict[str, Any]:
-        """Returns, by kind of inputs, how far from one the ratio of the regularisers is at the end, at most."""
-        found: dict[str, Any] = {}
-        for kind in self.config.inputs:
-            ratios = [one for one in results.of(inputs=kind).each("ratio_at_last") if one is not None]
-            found[f"largest_difference_{kind}"] = max((abs(one - 1) for one in ratios), default=None)
-        return found
+        """Returns for each kind of inputs how far the final ratio of the regularisers is from one, at most."""
+        ratios = {kind: results.of(inputs=kind).known("ratio_at_last") for kind in self.config.inputs}
+        return {
+            f"largest_difference_{kind}": max((abs(one - 1) for one in found), default=None)
+            for kind, found in ratios.items()
+        }
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, legend, nan_for_none, new_figure
-
         columns = [(kind, theta) for kind in self.config.inputs for theta in self.config.thetas]
         figure, axes = new_figure(2, len(columns))
-        for column, (kind, theta) in enumerate(columns):
-            top, bottom = axes[0][column], axes[1][column]
-            shown = results.of(inputs=kind, theta=theta, seed=self.config.seeds[0])
-            for panel in (top, bottom):
-                panel.set_xscale("log")
-                panel.set_yscale("log")
-            for one in shown:
-                curves = one.values["curves"]
-                at = [1 + step for step in curves["iteration"]]
-                objective, sampled = nan_for_none(curves["objective"]), nan_for_none(curves["sampled"])
-                connect = one.cell.arm == DROPCONNECT
-                if connect:
-                    top.plot(
-                        at[: len(sampled)], sampled, color=COLOURS[5], linewidth=1, label="DropConnect, stochastic"
-                    )
-                    top.plot(at, objective, color=COLOURS[0], label="DropConnect, deterministic")
-                style = {"color": COLOURS[0] if connect else COLOURS[1], "linestyle": "-" if connect else "--"}
-                bottom.plot(at, objective, label="DropConnect" if connect else "Dropout", **style)
-            top.set_title(rf"{kind} inputs, $\theta$ = {theta:g}", fontsize=11)
-            for panel in (top, bottom):
-                panel.set_xlabel("iteration", fontsize=9)
-                panel.set_ylabel("objective", fontsize=9)
-                legend(panel)
+        for (kind, theta), top, bottom in zip(columns, *axes, strict=True):
+            for one in results.of(inputs=kind, theta=theta, seed=self.config.seeds[0]):
+                style = {"color": COLOURS[1], "linestyle": "--", "label": "Dropout"}
+                if one.cell.arm == DROPCONNECT:
+                    shallow.draw_sampled(top, one, "DropConnect")
+                    style = {"color": COLOURS[0], "linestyle": "-", "label": "DropConnect"}
+                bottom.plot(*shallow.plotted(one, "objective"), **style)
+            shallow.name_panels(rf"{kind} inputs, $\theta$ = {theta:g}", top, bottom)
         return figure
 
 
 def shaped(X: Tensor, kind: str, correlation: float) -> Tensor:
-    """Returns inputs of the kind, made from standard normal ones."""
+    """Turns standard normal inputs into inputs of another kind."""
     if kind == "white":
         return torch.linalg.qr(X).Q * math.sqrt(len(X))
     if kind == "correlated":
@@ -165,7 +114,7 @@ def shaped(X: Tensor, kind: str, correlation: float) -> Tensor:
     return X
 
 
-def _connect(problem: Problem, theta: float) -> tuple[Objective, Predict]:
+def _connect(problem: shallow.Problem, theta: float) -> tuple[shallow.Objective, shallow.Predict]:
     small = problem.compressed()
 
     def objective(U: Tensor, V: Tensor) -> Tensor:
@@ -175,18 +124,15 @@ def _connect(problem: Problem, theta: float) -> tuple[Objective, Predict]:
     return objective, lambda X, V, U: drop_connect_linear(X, V.mT, theta=theta) @ U.mT
 
 
-def _units(problem: Problem, theta: float) -> tuple[Objective, Predict]:
-    return objective_of(problem, Dropout(theta)), lambda X, V, U: drop_block_1d(X @ V, theta, 1) @ U.mT
+def _units(problem: shallow.Problem, theta: float) -> tuple[shallow.Objective, shallow.Predict]:
+    return shallow.objective_of(problem, Dropout(theta)), lambda X, V, U: drop_block_1d(X @ V, theta, 1) @ U.mT
 
 
-def ratio(problem: Problem, U: Tensor, V: Tensor, theta: float) -> float:
+def ratio(problem: shallow.Problem, U: Tensor, V: Tensor, theta: float) -> float:
     """Returns the regulariser of DropConnect over that of dropout, with the same weights."""
     odds = torch.full((U.shape[1],), (1 - theta) / theta, dtype=U.dtype)
     X = problem.compressed().X
     return float(dropconnect_omega(U, V.mT, X, theta) / omega(U, X @ V, odds))
-
-
-_PAPER = "*On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
 
 
 @register_study
@@ -194,7 +140,7 @@ class DropBlockFig3(_Comparison):
     """DropConnect against dropout, with inputs for which they are the same and inputs for which they are not."""
 
     name = "dropblock-fig3"
-    reference = f"Fig. 3 of {_PAPER}"
+    reference = f"Fig. 3 {shallow.REFERENCE}"
 
 
 @register_study
@@ -202,4 +148,4 @@ class DropBlockFig6(_Comparison):
     """Fig. 3 of structured dropout for more retain probabilities."""
 
     name = "dropblock-fig6"
-    reference = f"Fig. 6 (appendix E) of {_PAPER}"
+    reference = f"Fig. 6 (appendix E) {shallow.REFERENCE}"

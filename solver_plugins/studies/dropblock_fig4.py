@@ -1,25 +1,16 @@
 """Figure 4 of the structured dropout paper: blocks anywhere against blocks on a grid."""
 
-import math
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 from pydantic import Field
 from torch import Tensor
 
-from solver_plugins.dropblock import (
-    GridBlocks,
-    OverlappingBlocks,
-    SampledScheme,
-    Scheme,
-    global_minimum,
-    structured_dropout,
-    theta_bar_of,
-)
+from solver_plugins.dropblock import GridBlocks, OverlappingBlocks, SampledScheme, Scheme, structured_dropout
 from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.studies.base import Cell, Context, Results, Study, Table
-from solver_plugins.studies.registry import register_study
-from solver_plugins.studies.shallow import ShallowConfig, agreement, finite_curves, objective_with, synthetic, train
+from solver_plugins.studies import dropblock_shallow as shallow
+from solver_plugins.studies.figures import label, legend, line, new_figure
+from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 
 GRID, MATCHED, PRINTED, UNMATCHED = "grid", "overlapping-matched", "overlapping-printed", "overlapping-unmatched"
 _LABELS = {
@@ -30,7 +21,7 @@ _LABELS = {
 }
 
 
-class OverlapConfig(ShallowConfig):
+class OverlapConfig(shallow.ShallowConfig):
     """Settings of Fig. 4."""
 
     theta: float = Field(0.5, gt=0, lt=1, description="Retain probability of the grid's blocks.")
@@ -51,8 +42,8 @@ def scheme_of(arm: str, theta: float, r: int, width: int) -> tuple[Scheme, Tenso
 
     - matched: seeds are retained with ``theta^(1/r)``, so every unit is kept with probability theta, as on the grid.
     - printed: section 5.3 keeps a unit if *some* block that it lies in is kept, with ``1 - (1 - theta)^(1/r)`` for a
-      block: the complement of overlapping blocks that are dropped so. Every unit is kept with probability theta, too,
-      but it is not DropBlock: what is contiguous is what stays.
+      block: the complement of overlapping dropped blocks. Every unit is kept with probability theta here, too, but this
+      is not DropBlock: the units that stay are contiguous, not those that are dropped.
     - unmatched: seeds are retained with theta, so a unit is kept with probability ``theta^r`` only.
     """
     if arm == GRID:
@@ -68,53 +59,41 @@ def scheme_of(arm: str, theta: float, r: int, width: int) -> tuple[Scheme, Tenso
 
 
 @register_study
-class DropBlockFig4(Study[OverlapConfig]):
+class DropBlockFig4(shallow.ShallowStudy[OverlapConfig]):
     """DropBlock with blocks anywhere against blocks on a grid, and the rule that matches them."""
 
     name = "dropblock-fig4"
-    tags = ("dropblock", "synthetic")
-    reference = (
-        "Fig. 4 of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
-    )
-    Config: ClassVar[Any] = OverlapConfig
+    reference = f"Fig. 4 {shallow.REFERENCE}"
+    Config = OverlapConfig
 
     def cells(self) -> list[Cell]:
-        return [Cell(arm, seed) for arm in self.config.arms for seed in self.config.seeds]
+        return Cell.grid(arm=self.config.arms, seed=self.config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config = self.config
         width, r = config.sizes.hidden, config.block_size
-        problem = synthetic(config.sizes, cell.seed)
-        minimum = global_minimum(problem.Y, theta_bar_of(config.theta, width, r), r, problem.X)
+        problem = shallow.synthetic(config.sizes, cell.seed)
+        minimum = problem.minimum(config.theta, r)
         scheme, cbar = scheme_of(cell.arm, config.theta, r, width)
 
         def predict(X: Tensor, V: Tensor, U: Tensor) -> Tensor:
             return structured_dropout(X @ V, scheme) @ U.mT
 
-        trained = train(problem, config.descent, objective_with(problem, cbar), predict, context)
-        final = trained.objective[-1]
-        finite = math.isfinite(final)
+        found = shallow.train(problem, config.descent, shallow.objective_with(problem, cbar), predict, context).values()
         return {
             "kept": scheme.mean,
             "grid_minimum": minimum.objective,
-            "final": final if finite else None,
-            "over_grid_minimum": final / minimum.objective if finite else None,
-            **(agreement(trained) if finite else {"sampled_over_deterministic": None, "standard_error": None}),
-            "curves": finite_curves(trained),
+            "over_grid_minimum": None if found["final"] is None else found["final"] / minimum.objective,
+            **found,
         }
 
     def tables(self, results: Results) -> list[Table]:
-        config, rows = self.config, []
-        for one in results:
-            found = one.values
-            mean, error = found["sampled_over_deterministic"], found["standard_error"]
-            rows.append((
-                f"{_LABELS[one.cell.arm]}, seed {one.cell.seed}",
-                f"{found['kept']:.4g}",
-                "diverged" if found["final"] is None else f"{found['final']:.6g}",
-                "-" if found["final"] is None else f"{found['over_grid_minimum']:.4f}",
-                "-" if mean is None else f"{mean:.4f} ± {error:.4f}",
-            ))  # fmt: skip
+        config = self.config
+        rows = [
+            (f"{_LABELS[one.cell.arm]}, seed {one.cell.seed}", f"{one.values['kept']:.4g}",
+             *shallow.ending(one, "over_grid_minimum", ".4f"))
+            for one in results
+        ]  # fmt: skip
         return [
             Table(
                 f"Blocks of {config.block_size}, theta {config.theta:g}, {config.descent.iterations} steps",
@@ -126,29 +105,18 @@ class DropBlockFig4(Study[OverlapConfig]):
         ]
 
     def summary(self, results: Results) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for arm in self.config.arms:
-            finals = [one for one in results.of(arm=arm).each("over_grid_minimum") if one is not None]
-            found[f"{arm}_over_grid_minimum"] = sum(finals) / len(finals) if finals else None
-        return found
+        key = "over_grid_minimum"
+        return {f"{arm}_{key}": results.of(arm=arm).mean(key) for arm in self.config.arms}
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, nan_for_none, new_figure
-
         figure, axes = new_figure(1, 1, width=8.0, height=4.0)
         panel = axes[0][0]
-        panel.set_xscale("log")
-        panel.set_yscale("log")
         for index, arm in enumerate(self.config.arms):
             for one in results.of(arm=arm, seed=self.config.seeds[0]):
-                curves = one.values["curves"]
-                at = [1 + step for step in curves["iteration"]]
-                style = {"color": COLOURS[index], "linestyle": STYLES[index]}
-                panel.plot(at[: len(curves["sampled"])], nan_for_none(curves["sampled"]), alpha=0.3, **style)
-                panel.plot(at, nan_for_none(curves["objective"]), label=_LABELS[arm], **style)
-                minimum = one.values["grid_minimum"]
+                panel.plot(*shallow.plotted(one, "sampled"), **line(index, alpha=0.3))
+                panel.plot(*shallow.plotted(one, "objective"), **line(index, label=_LABELS[arm]))
+        minimum = results.of(seed=self.config.seeds[0])[-1].values["grid_minimum"]
         panel.axhline(minimum, color="#444444", linestyle=":", label="the grid's global minimum")
-        panel.set_xlabel("iteration (pale: sampled)", fontsize=9)
-        panel.set_ylabel("objective", fontsize=9)
+        label(panel, "iteration (pale: sampled)", "objective", log="xy")
         legend(panel, outside=True)
         return figure

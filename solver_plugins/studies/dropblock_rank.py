@@ -1,23 +1,21 @@
 """Rank and balance of what DropBlock learns, over retain probabilities and block sizes, against the theory."""
 
 import math
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from solver_plugins.dropblock import GridBlocks, global_minimum, theta_bar_of
+from solver_plugins.dropblock import GridBlocks
 from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.studies.base import Cell, Context, Results, Study, Table
-from solver_plugins.studies.registry import register_study
-from solver_plugins.studies.shallow import ShallowConfig, objective_of, synthetic, train
-
-TRAINED = "trained"
+from solver_plugins.studies import dropblock_shallow as shallow
+from solver_plugins.studies.figures import COLOURS, label, legend, name_each, new_figure, whole_numbers
+from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 
 
-class RankConfig(ShallowConfig):
+class RankConfig(shallow.ShallowConfig):
     """Settings of the study of rank and balance."""
 
     thetas: list[float] = Field([0.3, 0.5, 0.7, 0.9], min_length=1, description="Retain probabilities.")
@@ -30,36 +28,28 @@ class RankConfig(ShallowConfig):
             if size < 1:
                 raise ValueError(f"expected block sizes of at least one; found {size}")
             check_divides(size, self.sizes.hidden)
-        if not all(0 < theta < 1 for theta in self.thetas):
-            raise ValueError("expected every theta, the probability to be kept, in (0, 1)")
+        shallow.check_thetas(self.thetas)
         return self
 
 
 @register_study
-class DropBlockRank(Study[RankConfig]):
+class DropBlockRank(shallow.ShallowStudy[RankConfig]):
     """Rank and balance of trained networks over retain probabilities and block sizes, against Theorems 2.5 and 2.7."""
 
     name = "dropblock-rank"
-    tags = ("dropblock", "synthetic")
-    reference = (
-        "Theorems 2.5 to 2.7 of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and "
-        "Haeffele, CVPR 2020); the paper has no such table"
-    )
-    Config: ClassVar[Any] = RankConfig
+    reference = f"Theorems 2.5 to 2.7 {shallow.REFERENCE}; the paper has no such table"
+    Config = RankConfig
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(TRAINED, seed, (("theta", theta), ("block", size)))
-            for theta in self.config.thetas
-            for size in self.config.block_sizes
-            for seed in self.config.seeds
-        ]
+        config = self.config
+        return Cell.grid(arm=["trained"], theta=config.thetas, block=config.block_sizes, seed=config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config, theta, r = self.config, float(cell["theta"]), int(cell["block"])
-        problem = synthetic(config.sizes, cell.seed)
-        minimum = global_minimum(problem.Y, theta_bar_of(theta, config.sizes.hidden, r), r, problem.X)
-        trained = train(problem, config.descent, objective_of(problem, GridBlocks(theta, r)), None, context)
+        problem = shallow.synthetic(config.sizes, cell.seed)
+        minimum = problem.minimum(theta, r)
+        objective = shallow.objective_of(problem, GridBlocks(theta, r))
+        trained = shallow.train(problem, config.descent, objective, None, context)
         found = torch.linalg.svdvals(problem.X @ trained.V @ trained.U.mT)
         predicted = minimum.singular_values
         return {
@@ -110,20 +100,16 @@ class DropBlockRank(Study[RankConfig]):
         }
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, legend, name_each, new_figure, whole_numbers
-
         figure, axes = new_figure(1, 3)
         ranks, values, balances = axes[0]
         seed = self.config.seeds[0]
         sizes = sorted(self.config.block_sizes)
         for index, theta in enumerate(self.config.thetas):
-            shown = [results.of(theta=theta, block=size, seed=seed)[0].values for size in sizes]
-            colour = COLOURS[index % len(COLOURS)]
-            ranks.plot(
-                sizes, [one["effective_rank"] for one in shown], "o", color=colour, label=rf"$\theta$ = {theta:g}"
-            )
-            ranks.plot(sizes, [one["predicted_effective_rank"] for one in shown], "-", color=colour)
-            balances.plot(sizes, [one["balance"] for one in shown], "o-", color=colour, label=rf"$\theta$ = {theta:g}")
+            found = [results.of(theta=theta, block=size, seed=seed)[0].values for size in sizes]
+            colour, name = COLOURS[index % len(COLOURS)], rf"$\theta$ = {theta:g}"
+            ranks.plot(sizes, [one["effective_rank"] for one in found], "o", color=colour, label=name)
+            ranks.plot(sizes, [one["predicted_effective_rank"] for one in found], "-", color=colour)
+            balances.plot(sizes, [one["balance"] for one in found], "o-", color=colour, label=name)
         middle = self.config.thetas[len(self.config.thetas) // 2]
         for index, size in enumerate(sizes):
             curves = results.of(theta=middle, block=size, seed=seed)[0].values["curves"]
@@ -133,14 +119,10 @@ class DropBlockRank(Study[RankConfig]):
             values.plot(numbers, curves["predicted"], "-", color=colour)
         for panel in (ranks, balances):
             name_each(panel, sizes)
-            panel.set_xlabel("block size", fontsize=9)
-        ranks.set_ylabel("effective rank of the output", fontsize=9)
-        ranks.set_title("dots: trained, lines: predicted", fontsize=10)
-        values.set_xlabel("number", fontsize=9)
+        label(ranks, "block size", "effective rank of the output", "dots: trained, lines: predicted")
+        label(values, "number", "singular value of the output", rf"$\theta$ = {middle:g}")
+        label(balances, "block size", "smallest / largest block")
         whole_numbers(values)
-        values.set_ylabel("singular value of the output", fontsize=9)
-        values.set_title(rf"$\theta$ = {middle:g}", fontsize=10)
-        balances.set_ylabel("smallest / largest block", fontsize=9)
         balances.set_ylim(0, 1.05)
         for panel in axes[0]:
             legend(panel)
@@ -162,5 +144,5 @@ def balance(X: Tensor, U: Tensor, V: Tensor, r: int) -> float:
     """Returns the smallest over the largest ``|X V_k U_k^T|_F`` of the blocks k."""
     features, weights = (X @ V).unflatten(1, (-1, r)), U.unflatten(1, (-1, r))
     squares = torch.einsum("nkr,nks,akr,aks->k", features, features, weights, weights)
-    # A single block is balanced; one that is zero beside one that is not is not.
+    # A single block is balanced; a zero block beside a nonzero one is not.
     return float((squares.min() / squares.max()).clamp(min=0).sqrt()) if float(squares.max()) > 0 else 1.0

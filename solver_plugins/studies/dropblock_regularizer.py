@@ -1,29 +1,25 @@
 """DropBlock before the last layer of a classifier: none, sampled, or its mean effect added to the loss."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
 
-from solver_plugins.dropblock import ClassifierDropout, StructuredDropoutRegularizer
 from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
 from solver_plugins.studies.dropblock_rank import effective_rank
-from solver_plugins.studies.fitting import Fitting, fit, mean, spread
-from solver_plugins.studies.images import ImageData, Images, Part
-from solver_plugins.studies.registry import register_study
-from solver_plugins.train.config import ModelSection
+from solver_plugins.studies.dropblock_shallow import REFERENCE
+from solver_plugins.studies.side_by_side import Column, SideBySide, SideBySideConfig
+from solver_plugins.studies.study import Cell, Context, register_study
+from solver_plugins.studies.training import Fitting, collected, fit
+from solver_plugins.train.additions import Additions
+from solver_plugins.train.config import ModelSection, RegularizerSection
 
 NONE, SAMPLED, DETERMINISTIC = "none", "sampled", "deterministic"
-ARMS = (NONE, SAMPLED, DETERMINISTIC)
 
 
-class RegularizerConfig(StudyConfig):
-    """Settings of the comparison. The schedule is the same for all arms, and fixed beforehand."""
+class RegularizerConfig(SideBySideConfig):
+    """Settings of the comparison. The schedule is the same for all arms and fixed in advance."""
 
-    data: ImageData = ImageData()
-    image_size: int | None = Field(None, ge=1, description="Images are resized to this side; null for as they are.")
     model: ModelSection = Field(
         ModelSection(spec="timm/resnet18"), description="A model of timm and its weights, as in finetune recipes."
     )
@@ -33,40 +29,45 @@ class RegularizerConfig(StudyConfig):
 
 
 @register_study
-class DropBlockRegularizer(Study[RegularizerConfig]):
+class DropBlockRegularizer(SideBySide[RegularizerConfig]):
     """A classifier without DropBlock, with sampled DropBlock, and with its mean effect in the loss."""
 
     name = "dropblock-regularizer"
     tags = ("dropblock", "images")
-    reference = (
-        "Section 3 of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR "
-        "2020) as a training tool; the paper has no such table"
+    reference = f"Section 3 {REFERENCE} as a training tool; the paper has no such table"
+    Config = RegularizerConfig
+    arms = (NONE, SAMPLED, DETERMINISTIC)
+    heading = "DropBlock"
+    columns = (
+        Column("accuracy", "accuracy (%)", ".2f"),
+        Column("effective_rank", "effective rank of the logits", ".2f"),
+        Column("training_cpu_seconds", "training (CPU s)", ".1f"),
     )
-    Config: ClassVar[Any] = RegularizerConfig
-    _images: Images
+    note = " 'deterministic' adds the second-order mean effect."
 
     def prepare(self) -> None:
-        self._images = self.config.data.load()
-        # Made once, so that what does not fit is told before anything is written.
-        _attach(build_backbone(self.config.model, self._images), DETERMINISTIC, self.config).remove()
+        super().prepare()
+        # Made once, so that mistakes surface before anything is written.
+        model = build_backbone(self.config.model, self._images)
+        self._additions(DETERMINISTIC).attach(model, torch.optim.SGD(model.parameters()))
 
-    def cells(self) -> list[Cell]:
-        return [Cell(arm, seed) for seed in self.config.seeds for arm in ARMS]
+    def _additions(self, arm: str) -> Additions:
+        config = self.config
+        if arm == NONE:
+            return Additions()
+        section = RegularizerSection.parse({"theta": config.theta, "block_size": config.block_size, "how": arm})
+        return Additions(regularizer=section)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        config = self.config
-        known = self._images.train
+        config, known = self.config, self._images.train
         model = build_backbone(config.model, self._images).to(context.device)
         train, test = (
             prepared(config.model, model, part, known, context.device, config.image_size)
             for part in (known, self._images.validation)
         )
-        added = None if cell.arm == NONE else _attach(model, cell.arm, config)
-        extra = added if isinstance(added, StructuredDropoutRegularizer) else None
-        done = fit(model, train, config.fitting, cell.seed, context.steps(config.fitting.epochs), extra=extra)
-        if added is not None:
-            added.remove()
-        logits = None if done.loss is None else _logits(model, test)
+        batches = config.fitting.batches(train, cell.seed)
+        done = fit(model, batches, config.fitting.settings(), context, additions=self._additions(cell.arm))
+        logits = None if done.diverged else collected(model, test, model)
         return {
             "accuracy": None if logits is None else 100 * float((logits.argmax(1) == test.labels).float().mean()),
             "effective_rank": None if logits is None else effective_rank(torch.linalg.svdvals(logits.double().cpu())),
@@ -74,55 +75,10 @@ class DropBlockRegularizer(Study[RegularizerConfig]):
             "training_cpu_seconds": done.cpu_seconds,
         }
 
-    def tables(self, results: Results) -> list[Table]:
-        rows = [
-            (
-                arm,
-                spread(results.of(arm=arm).each("accuracy"), ".2f"),
-                spread(results.of(arm=arm).each("effective_rank"), ".2f"),
-                spread(results.of(arm=arm).each("training_cpu_seconds"), ".1f"),
-            )
-            for arm in ARMS
-        ]
+    def title(self) -> str:
         config = self.config
-        return [
-            Table(
-                f"{config.model.spec}{', pretrained' if is_pretrained(config.model) else ''}, on "
-                f"{len(self._images.train)} images of {config.data.name!r}, theta {config.theta:g}, blocks of "
-                f"{config.block_size}, {config.fitting.epochs} epochs",
-                ("DropBlock", "accuracy (%)", "effective rank of the logits", "training (CPU s)"),
-                rows,
-                f"Mean ± standard deviation over seeds {config.seeds}, on {len(self._images.validation)} images of "
-                f"{config.data.validation!r}, after the last epoch. 'deterministic' adds the second-order mean effect.",
-            )
-        ]
-
-    def summary(self, results: Results) -> dict[str, Any]:
-        return {
-            f"{arm}_{key}": mean(results.of(arm=arm).each(key))
-            for arm in ARMS
-            for key in ("accuracy", "effective_rank")
-        }
-
-    def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import compared
-
-        wanted = (
-            ("accuracy", "accuracy (%)"),
-            ("effective_rank", "effective rank of the logits"),
-            ("training_cpu_seconds", "training (CPU s)"),
+        return (
+            f"{config.model.spec}{', pretrained' if is_pretrained(config.model) else ''}, on "
+            f"{len(self._images.train)} images of {config.data.name!r}, theta {config.theta:g}, blocks of "
+            f"{config.block_size}, {config.fitting.epochs} epochs"
         )
-        return compared(results, ARMS, wanted)
-
-
-def _attach(model: nn.Module, arm: str, config: RegularizerConfig) -> ClassifierDropout | StructuredDropoutRegularizer:
-    options = ("dropblock", config.theta, config.block_size)
-    if arm == SAMPLED:
-        return ClassifierDropout(model, *options)
-    return StructuredDropoutRegularizer(model, *options, loss="cross_entropy_second_order")
-
-
-@torch.no_grad()
-def _logits(model: nn.Module, part: Part) -> Tensor:
-    model.eval()
-    return torch.cat([model(images) for images in part.images.split(200)])

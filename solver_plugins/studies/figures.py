@@ -1,26 +1,27 @@
-"""Pictures of studies: one style, and colours that can be told apart without colour vision."""
+"""Figures of studies: one style, and colours that work without colour vision."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
-from solver_plugins.studies.base import Results
-from solver_plugins.studies.fitting import mean
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#444444")
-"""Okabe and Ito's, those that show on white first."""
+"""The colours of Okabe and Ito, those that show best on white first."""
 STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-"""A second way to tell lines apart, for prints without colour."""
+"""Line styles, to tell lines apart in print without colour."""
 
 
-def new_figure(rows: int, columns: int, *, width: float = 4.2, height: float = 3.0) -> tuple[Figure, list[list[Any]]]:
+def new_figure(rows: int, columns: int, *, width: float = 4.2, height: float = 3.0) -> tuple["Figure", list[list[Any]]]:
     """Returns a figure and its axes, row by row; width and height are those of one panel, in inches."""
+    # Imported late: matplotlib is slow to import, and most commands draw nothing.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(max(5.0, width * columns), height * rows), layout="constrained")
-    # Not pyplot: it would need a display, and keep the figure.
+    # pyplot would need a display and keep the figure in memory.
     FigureCanvasAgg(figure)
     axes = [
         [figure.add_subplot(rows, columns, row * columns + one + 1) for one in range(columns)] for row in range(rows)
@@ -34,44 +35,47 @@ def new_figure(rows: int, columns: int, *, width: float = 4.2, height: float = 3
     return figure, axes
 
 
+def line(index: int, **more: Any) -> dict[str, Any]:
+    """Returns the colour and style of a numbered line, together with other arguments of ``plot``."""
+    return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], **more}
+
+
+def label(axes: Any, x: str | None = None, y: str | None = None, title: str | None = None, *, log: str = "") -> None:
+    """Sets the labels and the title; ``log`` names the logarithmic axes, such as "xy"."""
+    for name, text in (("x", x), ("y", y)):
+        if text is not None:
+            getattr(axes, f"set_{name}label")(text, fontsize=9)
+        if name in log:
+            getattr(axes, f"set_{name}scale")("log")
+    if title is not None:
+        axes.set_title(title, fontsize=11)
+
+
 def legend(axes: Any, *, outside: bool = False) -> None:
-    """Adds a small legend without a frame, on the right of the axes where they are full."""
+    """Adds a small legend without a frame, inside the axes or to their right."""
     place: dict[str, Any] = {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)} if outside else {}
     axes.legend(frameon=False, fontsize=8, **place)
 
 
 def whole_numbers(axes: Any) -> None:
-    """Names whole numbers only on the horizontal axis."""
+    """Labels only whole numbers on the horizontal axis."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def name_each(axes: Any, values: list[int]) -> None:
-    """Names these values, and no others, on the horizontal axis, which is logarithmic."""
+def name_each(axes: Any, values: Sequence[float]) -> None:
+    """Makes the horizontal axis logarithmic and labels exactly these values."""
     axes.set_xscale("log")
-    axes.set_xticks(values, [str(value) for value in values])
+    axes.set_xticks(values, [f"{value:g}" for value in values])
     axes.set_xticks([], minor=True)
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Writes the figure; the ending of the path says the format."""
+def save_figure(figure: "Figure", path: Path) -> None:
+    """Writes the figure in the format of the path's ending."""
     figure.savefig(path, dpi=150)
 
 
-def nan_for_none(values: list[float | None]) -> list[float]:
-    """Returns what a line can be drawn through: gaps where there is no number."""
+def nan_for_none(values: Sequence[float | None]) -> list[float]:
+    """Returns the values with NaN for None, so that lines have gaps there."""
     return [math.nan if value is None else value for value in values]
-
-
-def compared(results: Results, arms: tuple[str, ...], wanted: tuple[tuple[str, str], ...]) -> Figure:
-    """Returns a panel for each pair of a value and its label: every seed of every arm, and the arm's mean."""
-    figure, axes = new_figure(1, len(wanted), width=3.2)
-    for panel, (key, label) in zip(axes[0], wanted, strict=True):
-        for place, arm in enumerate(arms):
-            values = results.of(arm=arm).each(key)
-            panel.plot([place] * len(values), nan_for_none(values), "o", color=COLOURS[place], alpha=0.6)
-            middle = nan_for_none([mean(values)] * 2)
-            panel.plot([place - 0.2, place + 0.2], middle, color=COLOURS[place], linewidth=2)
-        panel.set_xticks(range(len(arms)), arms)
-        panel.set_xlim(-0.5, len(arms) - 0.5)
-        panel.set_ylabel(label, fontsize=9)
-    return figure

@@ -1,17 +1,18 @@
-"""Image data sets as tensors, for studies whose networks are small."""
+"""Image data sets as tensors, and what the studies on them share."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional
 
 from solver_plugins.config import StrictConfig
+from solver_plugins.studies.study import Context, Study, StudyConfig
 from solver_plugins.train.config import DataSection
 from solver_plugins.train.data import Splits, load_splits
 from solver_plugins.train.errors import DataError
+from solver_plugins.train.tensors import Part
 
 
 class ImageData(StrictConfig):
@@ -40,32 +41,6 @@ class ImageData(StrictConfig):
         if self.test is not None:
             test = _part(load_splits(DataSection.parse({**options, "eval": self.test})).eval, splits, mode, self.test)
         return Images(train, validation, test, len(splits.classes))
-
-
-@dataclass(frozen=True)
-class Part:
-    """One split: images (N, C, H, W) with values from 0 to 1, and the numbers of their classes."""
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def channels_last(self) -> "Part":
-        """Returns the split with the channels of a pixel side by side in memory, where convolutions are faster."""
-        return Part(self.images.contiguous(memory_format=torch.channels_last), self.labels)
-
-    def resized(self, size: int | None) -> "Part":
-        """Returns the split with square images of this side; None for as they are."""
-        if size is None:
-            return self
-        images = functional.interpolate(self.images, (size, size), mode="bilinear", antialias=True)
-        return Part(images, self.labels)
-
-    def to(self, device: torch.device) -> "Part":
-        """Returns the split on a device."""
-        return Part(self.images.to(device), self.labels.to(device))
 
 
 @dataclass(frozen=True)
@@ -103,5 +78,33 @@ def _part(found: Any, splits: Splits, mode: str, name: str) -> Part:
 
 
 def scaled(part: Part, mean: Tensor, std: Tensor, device: torch.device, size: int | None = None) -> Part:
-    """Returns a split less this mean, over this spread, in another size if one is given."""
+    """Subtracts a mean from the images, divides by a spread, and resizes them if a size is given."""
     return Part((part.images - mean) / std, part.labels).resized(size).to(device)
+
+
+def normalised(part: Part, known: Part, device: torch.device, size: int | None = None) -> Part:
+    """Normalises a split by mean and spread of a known one, and resizes it if a size is given."""
+    return scaled(part, known.images.mean(), known.images.std(), device, size)
+
+
+class ImageConfig(StudyConfig):
+    """Settings of a study on images."""
+
+    data: ImageData = ImageData()
+
+
+C = TypeVar("C", bound=ImageConfig)
+
+
+class ImageStudy(Study[C]):
+    """A study on images, which are loaded before the first cell."""
+
+    _images: Images
+
+    def prepare(self) -> None:
+        self._images = self.config.data.load()
+
+    def _normalised(self, context: Context) -> tuple[Part, Part]:
+        """Returns the training and validation split, normalised by the training split."""
+        known, other = self._images.train, self._images.validation
+        return normalised(known, known, context.device), normalised(other, known, context.device)

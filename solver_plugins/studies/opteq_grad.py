@@ -1,4 +1,4 @@
-"""The gradient of an equilibrium, unrolled against implicit: error, time and memory against the iterations K."""
+"""Gradients of an equilibrium, unrolled and implicit: error, time and memory by the number of iterations K."""
 
 import copy
 import math
@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Literal, Self
 
 import pydantic
 import torch
@@ -18,9 +18,9 @@ from torch.utils._pytree import tree_leaves
 from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import EQUILIBRIUM_SOLVERS, DeepOptEq, OptEqLayer
 from solver_plugins.errors import NotConvergedWarning
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.fitting import mean
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.figures import label, legend, line, name_each, new_figure
+from solver_plugins.studies.opteq_network import REFERENCE
+from solver_plugins.studies.study import Cell, Context, Results, Study, StudyConfig, Table, mean, register_study
 
 MODES = {
     "unrolled, plain": {"solver": "fixed_point", "gradient": "unrolled"},
@@ -31,8 +31,8 @@ MODES = {
 """Forward solver and gradient; the implicit backward is conjugate gradients for one layer, Anderson for more."""
 
 
-class Map(StrictConfig):
-    """An equilibrium with weights that are drawn, not trained."""
+class DrawnMap(StrictConfig):
+    """An equilibrium with random weights."""
 
     kind: Literal["linear", "conv"] = Field("linear", description="Vectors, or feature maps with 3x3 convolutions.")
     layers: int = Field(1, ge=1, description="Layers of the equilibrium.")
@@ -55,10 +55,10 @@ class Map(StrictConfig):
 class GradConfig(StudyConfig):
     """Settings of the comparison."""
 
-    maps: list[Map] = Field([Map(), Map(layers=3)], min_length=1, description="The equilibria.")
+    maps: list[DrawnMap] = Field([DrawnMap(), DrawnMap(layers=3)], min_length=1, description="The equilibria.")
     alpha: float = Field(0.8, gt=0, le=1, description="Step of the layers.")
     norm: float = Field(0.9, gt=0, lt=1, description="The certified bound on |W| of Gaussian weights.")
-    iterations: list[int] = Field([1, 2, 5, 10, 20, 50], min_length=1, description="K, at most so many evaluations.")
+    iterations: list[int] = Field([1, 2, 5, 10, 20, 50], min_length=1, description="K, the most evaluations.")
     tol: float = Field(1e-6, gt=0, description="Relative residual at which an implicit solve stops before K.")
     repeats: int = Field(3, ge=1, description="Turns; the least time of each mode is taken.")
 
@@ -75,15 +75,12 @@ class OptEqGrad(Study[GradConfig]):
 
     name = "opteq-grad"
     tags = ("opteq", "synthetic")
-    reference = (
-        "Discussion 1 and appendix B of *Optimization Induced Equilibrium Networks* (Xie et al., 2021), which have no "
-        "numbers"
-    )
-    Config: ClassVar[Any] = GradConfig
+    reference = f"Discussion 1 and appendix B {REFERENCE}, which have no numbers"
+    Config = GradConfig
 
     def cells(self) -> list[Cell]:
-        # All modes of a map are one cell: they take turns, so that a slow moment hits all of them.
-        return [Cell(one.name, seed) for one in self.config.maps for seed in self.config.seeds]
+        # One cell measures all modes of a map in turns, so that a slow moment affects all of them.
+        return Cell.grid(arm=[one.name for one in self.config.maps], seed=self.config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         config = self.config
@@ -101,7 +98,7 @@ class OptEqGrad(Study[GradConfig]):
         seconds = dict.fromkeys(calls, math.inf)
         errors, peaks = {}, {}
         with warnings.catch_warnings():
-            # Few iterations are what is looked at here.
+            # Solves with few iterations are the point of this study.
             warnings.simplefilter("ignore", NotConvergedWarning)
             for turn in context.steps(config.repeats + 1):
                 for key, call in calls.items():
@@ -121,13 +118,13 @@ class OptEqGrad(Study[GradConfig]):
             }
         }
 
-    def _make(self, wanted: Map) -> DeepOptEq:
+    def _make(self, wanted: DrawnMap) -> DeepOptEq:
         make = OptEqLayer.linear if wanted.kind == "linear" else OptEqLayer.conv2d
         layers = [
             make(wanted.width, wanted.width, constraint="none", norm=self.config.norm) for _ in range(wanted.layers)
         ]
         for layer in layers:
-            # The initial weights are orthogonal, with which one layer converges in a few steps; trained ones are not.
+            # The initial weights are orthogonal, for which one layer converges unusually fast.
             torch.nn.init.normal_(layer.W.weight)
             layer.project()
         return DeepOptEq(layers, self.config.alpha)
@@ -143,11 +140,11 @@ class OptEqGrad(Study[GradConfig]):
         tables = []
         for one in config.maps:
             rows = []
-            for key, label, form in forms:
+            for key, text, form in forms:
                 scale = 1000 if key == "seconds" else 1
                 for mode in MODES:
                     values = self._mean(results, one.name, mode, key)
-                    rows.append((f"{label}: {mode}", *(f"{scale * value:{form}}" for value in values)))
+                    rows.append((f"{text}: {mode}", *(f"{scale * value:{form}}" for value in values)))
             tables.append(
                 Table(
                     f"{one.name}: one forward and backward, batch of {one.batch}",
@@ -172,37 +169,33 @@ class OptEqGrad(Study[GradConfig]):
         }
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, name_each, new_figure
-
         config = self.config
         figure, axes = new_figure(len(config.maps), 3, width=3.6)
         wanted = (("error", "relative error of the gradient"), ("seconds", "CPU seconds"), ("megabytes", "peak MB"))
-        for one, line in zip(config.maps, axes, strict=True):
-            for panel, (key, label) in zip(line, wanted, strict=True):
+        for one, panels in zip(config.maps, axes, strict=True):
+            for panel, (key, text) in zip(panels, wanted, strict=True):
                 for index, mode in enumerate(MODES):
-                    panel.plot(config.iterations, self._mean(results, one.name, mode, key), label=mode, marker="o",
-                               markersize=4, color=COLOURS[index], linestyle=STYLES[index])  # fmt: skip
-                panel.set_yscale("log")
+                    style = line(index, label=mode, marker="o", markersize=4)
+                    panel.plot(config.iterations, self._mean(results, one.name, mode, key), **style)
                 name_each(panel, config.iterations)
-                panel.set_xlabel("iterations K", fontsize=9)
-                panel.set_ylabel(label, fontsize=9)
-            line[1].set_title(one.name, fontsize=11)
+                label(panel, "iterations K", text, log="y")
+            label(panels[1], title=one.name)
         legend(axes[0][2], outside=True)
         return figure
 
 
 def _with(model: DeepOptEq, solver: str, gradient: str, iters: int, tol: float) -> DeepOptEq:
-    """Returns a copy of the model that is solved in another way."""
+    """Returns a copy of the model with another solver."""
     made = copy.deepcopy(model)
     made.solver = EQUILIBRIUM_SOLVERS.get(solver).from_options(
-        # Nothing is too inexact here: the error is what is measured.
+        # No tolerance: this study measures the error.
         iters=iters, tol=tol, gradient=gradient, implicit_iters=iters, implicit_tol=1e9
     )  # fmt: skip
     return made
 
 
 def _gradient(model: DeepOptEq, x: Tensor, towards: Tensor) -> Tensor:
-    """Returns the gradient of ``towards . z + |z|^2 / 2`` for all weights and the input, as one vector."""
+    """Returns the gradient of ``towards . z + |z|^2 / 2`` by all weights and the input, as one vector."""
     x = x.clone().requires_grad_()
     z = model(x)
     loss = (towards * z).sum() + z.square().sum() / 2
@@ -211,7 +204,7 @@ def _gradient(model: DeepOptEq, x: Tensor, towards: Tensor) -> Tensor:
 
 
 def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
-    """Returns CPU seconds of this process, or those of a clock for another device."""
+    """Returns the CPU seconds of a call, or its wall time on a GPU."""
     if device.type != "cuda":
         start = time.process_time()
         call()
@@ -224,14 +217,14 @@ def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def _peak_bytes(call: Callable[[], Tensor]) -> int:
-    """Returns how many bytes of tensors a call holds at most beyond what was there before it."""
+    """Returns the peak number of bytes of tensors that a call creates."""
     with _Held() as held:
         call()
     return held.peak
 
 
 class _Held(TorchDispatchMode):
-    """Counts the bytes of tensors that are made inside of it and not freed yet.
+    """Counts the bytes of tensors that were created inside it and are still alive.
 
     The profiler finds the same numbers, up to the workspace of convolutions, but writes to the terminal.
     """
@@ -247,7 +240,7 @@ class _Held(TorchDispatchMode):
         for one in tree_leaves(made):
             if isinstance(one, Tensor):
                 storage = one.untyped_storage()
-                # Views, and what an operation changes in place, are nothing new.
+                # Views and results of in-place operations are not new.
                 if storage._cdata not in given | self._known:
                     self._known.add(storage._cdata)
                     self.held += storage.nbytes()

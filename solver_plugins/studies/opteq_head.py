@@ -1,9 +1,8 @@
-"""An equilibrium head beside a linear one, on the same backbone: equal epochs, fixed beforehand."""
+"""An equilibrium head beside other heads on the same backbone, all trained by one schedule fixed in advance."""
 
 import copy
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from pydantic import Field
 from torch import nn
 
@@ -12,17 +11,15 @@ from solver_plugins.equilibrium import HeadConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.heads import attach_opteq_head
 from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.fitting import Fitting, fit, mean, spread
-from solver_plugins.studies.images import ImageData, Images, Part
-from solver_plugins.studies.networks import evaluate
-from solver_plugins.studies.opteq_network import parameters_of
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.opteq_network import REFERENCE
+from solver_plugins.studies.side_by_side import Column, SideBySide, SideBySideConfig
+from solver_plugins.studies.study import Cell, Context, register_study
+from solver_plugins.studies.training import Fitting, features_of, fit, parameters_of, scores
 from solver_plugins.train.config import ModelSection
 from solver_plugins.train.randomness import seeded
+from solver_plugins.train.tensors import Part
 
 LINEAR, MLP, OPTEQ = "linear", "mlp", "opteq"
-ARMS = (LINEAR, MLP, OPTEQ)
 
 
 class Backbone(StrictConfig):
@@ -38,11 +35,9 @@ class Backbone(StrictConfig):
     frozen: bool = Field(True, description="Whether only the heads are trained, on features that stay as they are.")
 
 
-class OptEqHeadConfig(StudyConfig):
+class OptEqHeadConfig(SideBySideConfig):
     """Settings of the comparison. The schedule is the same for all heads."""
 
-    data: ImageData = ImageData()
-    image_size: int | None = Field(None, ge=1, description="Images are resized to this side; null for as they are.")
     backbone: Backbone = Backbone()
     head: HeadConfig = HeadConfig()
     mlp_hidden: int = Field(64, ge=1, description="Hidden features of the head 'mlp': linear, ReLU, linear.")
@@ -50,56 +45,57 @@ class OptEqHeadConfig(StudyConfig):
 
 
 @register_study
-class OptEqHeadStudy(Study[OptEqHeadConfig]):
+class OptEqHeadStudy(SideBySide[OptEqHeadConfig]):
     """An equilibrium head beside a linear one and a small network, on the same backbone."""
 
     name = "opteq-head"
     tags = ("opteq", "images")
-    reference = (
-        "Equation 4 of *Optimization Induced Equilibrium Networks* (Xie et al., 2021) as a head; the paper has no such "
-        "table"
+    reference = f"Equation 4 {REFERENCE} as a head; the paper has no such table"
+    Config = OptEqHeadConfig
+    arms = (LINEAR, MLP, OPTEQ)
+    heading = "head"
+    columns = (
+        Column("head_parameters", "parameters", drawn=False),
+        Column("accuracy", "accuracy (%)", ".2f"),
+        Column("loss", "loss", ".3f"),
+        Column("training_accuracy", "accuracy on the training split (%)", ".2f", drawn=False),
+        Column("training_cpu_seconds", "training (CPU s)", ".1f"),
     )
-    Config: ClassVar[Any] = OptEqHeadConfig
-    _images: Images
     _first: Part | None
     _backbones: dict[int, nn.Module]
 
     def prepare(self) -> None:
+        super().prepare()
         config = self.config
-        self._images, self._backbones, self._first = config.data.load(), {}, None
+        self._backbones, self._first = {}, None
         if config.backbone.train is not None:
             self._first = config.data.model_copy(update={"train": config.backbone.train}).load().train
-        # Made once, so that what does not fit is told before anything is written.
+        # Made once, so that mistakes surface before anything is written.
         self._put(build_backbone(config.backbone.model, self._images), OPTEQ)
 
-    def _put(self, model: nn.Module, arm: str) -> nn.Module:
+    def _put(self, model: Any, arm: str) -> nn.Module:
         """Gives a model a new head, and returns the head."""
-        model.reset_classifier(self._images.classes)  # type: ignore[operator]
+        model.reset_classifier(self._images.classes)
         if arm == OPTEQ:
             attach_opteq_head(model, **self.config.head.model_dump())
         elif arm == MLP:
-            name, layer = next((n, m) for n, m in model.named_modules() if m is model.get_classifier())  # type: ignore[operator]
+            name, layer = next((n, m) for n, m in model.named_modules() if m is model.get_classifier())
             hidden = self.config.mlp_hidden
-            model.set_submodule(
-                name,
-                nn.Sequential(nn.Linear(layer.in_features, hidden), nn.ReLU(), nn.Linear(hidden, layer.out_features)),
-            )
-        head: nn.Module = model.get_classifier()  # type: ignore[operator]
+            layers = nn.Linear(layer.in_features, hidden), nn.ReLU(), nn.Linear(hidden, layer.out_features)
+            model.set_submodule(name, nn.Sequential(*layers))
+        head: nn.Module = model.get_classifier()
         return head
 
-    def cells(self) -> list[Cell]:
-        return [Cell(arm, seed) for seed in self.config.seeds for arm in ARMS]
-
     def _backbone(self, seed: int, context: Context) -> nn.Module:
-        """Returns a copy of the backbone of a seed: the same for all heads."""
+        """Returns a copy of the backbone of a seed, which is the same for all heads."""
         if seed not in self._backbones:
             wanted = self.config.backbone
             with seeded(self.name, "backbone", seed):
                 model = build_backbone(wanted.model, self._images).to(context.device)
                 if self._first is not None:
-                    first = self._ready(model, self._first, context)
-                    done = fit(model, first, wanted.fitting, seed, context.steps(wanted.fitting.epochs))
-                    if done.loss is None:
+                    batches = wanted.fitting.batches(self._ready(model, self._first, context), seed)
+                    done = fit(model, batches, wanted.fitting.settings(), context)
+                    if done.diverged:
                         raise OptionError(
                             f"The backbone did not train: its loss is not finite after {done.steps} steps. Lower "
                             "backbone.fitting.lr."
@@ -115,13 +111,14 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
             head = self._put(model, cell.arm).to(context.device)
             trained = model
             if config.backbone.frozen:
-                train, test, trained = _features(model, train), _features(model, test), head
-            done = fit(trained, train, config.fitting, cell.seed, context.steps(config.fitting.epochs))
-        loss, accuracy = (None, None) if done.loss is None else evaluate(trained, test)
+                train, test = (Part(features_of(model, part), part.labels) for part in (train, test))
+                trained = head
+            done = fit(trained, config.fitting.batches(train, cell.seed), config.fitting.settings(), context)
+        found = None if done.diverged else scores(trained, test)
         return {
-            "accuracy": accuracy,
-            "loss": loss,
-            "training_accuracy": None if done.loss is None else evaluate(trained, train)[1],
+            "accuracy": None if found is None else found.accuracy,
+            "loss": None if found is None else found.loss,
+            "training_accuracy": None if found is None else scores(trained, train).accuracy,
             "head_parameters": parameters_of(head),
             "training_cpu_seconds": done.cpu_seconds,
         }
@@ -130,61 +127,12 @@ class OptEqHeadStudy(Study[OptEqHeadConfig]):
         config = self.config
         return prepared(config.backbone.model, model, part, self._images.train, context.device, config.image_size)
 
-    def tables(self, results: Results) -> list[Table]:
-        config = self.config
-        rows = [
-            (
-                arm,
-                str(found[0].values["head_parameters"]),
-                spread(found.each("accuracy"), ".2f"),
-                spread(found.each("loss"), ".3f"),
-                spread(found.each("training_accuracy"), ".2f"),
-                spread(found.each("training_cpu_seconds"), ".1f"),
-            )
-            for arm, found in ((arm, results.of(arm=arm)) for arm in ARMS)
-        ]
-        wanted = config.backbone
+    def title(self) -> str:
+        config, wanted = self.config, self.config.backbone
         source = ", pretrained" if is_pretrained(wanted.model) else ""
         source += "" if self._first is None else f", trained on {len(self._first)} images of {wanted.train!r}"
         what = "frozen features" if wanted.frozen else "the whole network is trained"
-        return [
-            Table(
-                f"Heads on {wanted.model.spec}{source}; {what}; {len(self._images.train)} images of "
-                f"{config.data.train!r} of {config.data.name!r}, {config.fitting.epochs} epochs",
-                (
-                    "head",
-                    "parameters",
-                    "accuracy (%)",
-                    "loss",
-                    "accuracy on the training split (%)",
-                    "training (CPU s)",
-                ),
-                rows,
-                f"Mean ± standard deviation over seeds {config.seeds} (of random first weights and of the order), on "
-                f"{len(self._images.validation)} images of {config.data.validation!r}, after the last epoch.",
-            )
-        ]
-
-    def summary(self, results: Results) -> dict[str, Any]:
-        return {
-            f"{arm}_{key}": mean(results.of(arm=arm).each(key))
-            for arm in ARMS
-            for key in ("accuracy", "loss", "training_accuracy", "training_cpu_seconds")
-        }
-
-    def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import compared
-
-        wanted = (("accuracy", "accuracy (%)"), ("loss", "loss"), ("training_cpu_seconds", "training (CPU s)"))
-        return compared(results, ARMS, wanted)
-
-
-@torch.no_grad()
-def _features(model: nn.Module, part: Part) -> Part:
-    """Returns what the classifier of a model reads, in place of the images."""
-    model.eval()
-    found = [
-        model.forward_head(model.forward_features(images), pre_logits=True)  # type: ignore[operator]
-        for images in part.images.split(200)
-    ]
-    return Part(torch.cat(found), part.labels)
+        return (
+            f"Heads on {wanted.model.spec}{source}; {what}; {len(self._images.train)} images of "
+            f"{config.data.train!r} of {config.data.name!r}, {config.fitting.epochs} epochs"
+        )

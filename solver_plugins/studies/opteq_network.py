@@ -1,16 +1,19 @@
-"""The convolutional equilibrium of the OptEq paper, as its studies train it."""
+"""The convolutional equilibrium of the OptEq paper, and what the studies that train it share."""
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
-import torch
+import pydantic
 from pydantic import Field
-from torch import Tensor
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.integrations.architectures import OptEqNet
-from solver_plugins.studies.images import Images, Part
+from solver_plugins.studies.images import ImageConfig, Images, ImageStudy
+from solver_plugins.studies.study import Results
+from solver_plugins.studies.training import Fitting
 
-_EVALUATION_BATCH = 200
+REFERENCE = "of *Optimization Induced Equilibrium Networks* (Xie et al., 2021)"
+ALPHAS = (0.01, 0.1, 0.4, 0.8, 1.0)
+"""Those of the paper's tables."""
 
 
 class OptEqNetwork(StrictConfig):
@@ -30,13 +33,34 @@ class OptEqNetwork(StrictConfig):
         return OptEqNet(images.classes, images.shape[0], **own)
 
 
-@torch.no_grad()
-def equilibria(model: OptEqNet, part: Part) -> Tensor:
-    """Returns the features of a split, as the trained network computes them."""
-    model.eval()
-    return torch.cat([model.forward_features(images) for images in part.images.split(_EVALUATION_BATCH)])
+class OptEqConfig(ImageConfig):
+    """Settings of a study that trains the network."""
+
+    network: OptEqNetwork = OptEqNetwork()
+    fitting: Fitting = Fitting()
+    alphas: list[float] = Field(list(ALPHAS), min_length=1, description="Steps of the layers, in (0, 1].")
+
+    @pydantic.field_validator("alphas")
+    @classmethod
+    def _steps(cls, alphas: list[float]) -> list[float]:
+        if min(alphas) <= 0 or max(alphas) > 1:
+            raise ValueError("expected alphas above 0 and at most 1")
+        return alphas
 
 
-def parameters_of(model: torch.nn.Module) -> int:
-    """Returns how many parameters are trained."""
-    return sum(one.numel() for one in model.parameters() if one.requires_grad)
+C = TypeVar("C", bound=OptEqConfig)
+
+
+class OptEqStudy(ImageStudy[C]):
+    """A study that trains the network on images."""
+
+    tags = ("opteq", "images")
+
+    def _setting(self, results: Results) -> str:
+        """Returns what the report says about data, network and training."""
+        config = self.config
+        return (
+            f"{len(self._images.train)} images of {config.data.name!r}, hidden channels "
+            f"{'-'.join(map(str, config.network.hidden))}, {results[0].values['parameters']} parameters, "
+            f"K = {config.network.iters}, {config.fitting.epochs} epochs"
+        )

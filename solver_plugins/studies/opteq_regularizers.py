@@ -1,22 +1,18 @@
 """Tables 1a and 3 of the OptEq paper: feature regularisers, chosen by SAM or appended, by alpha and by weight."""
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 from pydantic import Field
 
 from solver_plugins.equilibrium import FEATURE_REGULARIZERS
 from solver_plugins.integrations.architectures import OptEqNet
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.fitting import Fitting, fit, mean, normalised, spread
-from solver_plugins.studies.images import ImageData, Images
-from solver_plugins.studies.networks import evaluate
-from solver_plugins.studies.opteq_network import OptEqNetwork, equilibria, parameters_of
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies.figures import label, legend, line, name_each, nan_for_none, new_figure
+from solver_plugins.studies.opteq_network import ALPHAS, REFERENCE, OptEqConfig, OptEqStudy
+from solver_plugins.studies.study import Cell, Context, Results, Table, register_study, shown
+from solver_plugins.studies.training import collected, fit, parameters_of, scores
 
 NONE, SAM, APPENDED, WEIGHED = "none", "sam", "appended", "weighed"
-_ALPHAS = (0.01, 0.1, 0.4, 0.8, 1.0)
 _PRINTED = {
     NONE: (58.4, 56.8, 86.9, 87.4, 87.2),
     "sam half_squared": (69.4, 61.9, 87.3, 87.3, 87.4),
@@ -25,7 +21,7 @@ _PRINTED = {
     "appended inverse_norm": (64.9, 64.7, 87.7, 87.5, 87.6),
     "appended decorrelation": (72.6, 60.0, 88.0, 87.6, 87.5),
 }
-PAPER = {arm: dict(zip(_ALPHAS, values, strict=True)) for arm, values in _PRINTED.items()}
+PAPER = {arm: dict(zip(ALPHAS, values, strict=True)) for arm, values in _PRINTED.items()}
 """Table 3 as printed: accuracy on CIFAR-10 by regulariser and alpha.
 
 Table 1a has other ones for appended decorrelation: 86.0 at 0.4 and 88.0 at 1.
@@ -39,13 +35,9 @@ PAPER_WEIGHTS: dict[str, dict[float, tuple[str, float | None]]] = {
 """Table 1a as printed: the mean of |z| or |z|^2 and the accuracy, by the weight of what is appended."""
 
 
-class RegularizersConfig(StudyConfig):
+class RegularizersConfig(OptEqConfig):
     """Settings of both tables."""
 
-    data: ImageData = ImageData()
-    network: OptEqNetwork = OptEqNetwork()
-    fitting: Fitting = Fitting()
-    alphas: list[float] = Field(list(_ALPHAS), min_length=1, description="Steps of the first table, in (0, 1].")
     chosen: dict[str, float] = Field(
         {"half_squared": 1.0, "inverse_norm": 1.0, "decorrelation": 1.0},
         description="Regularisers of SAM (section 4.2), and their weights, which the paper does not give.",
@@ -64,62 +56,41 @@ class RegularizersConfig(StudyConfig):
     def _known(self) -> Self:
         for name in (*self.chosen, *self.appended, *self.weights):
             FEATURE_REGULARIZERS.get(name)
-        given = [
-            *self.chosen.values(),
-            *self.appended.values(),
-            *(one for some in self.weights.values() for one in some),
-        ]
-        if min(self.alphas) <= 0 or max(self.alphas) > 1 or min(given, default=0) < 0:
-            raise ValueError("expected alphas above 0 and at most 1, and weights of 0 or more")
+        given = [*self.chosen.values(), *self.appended.values(), *(lam for one in self.weights.values() for lam in one)]
+        if min(given, default=0) < 0:
+            raise ValueError("expected weights of 0 or more")
         return self
 
 
-@dataclass(frozen=True)
-class _Arm:
-    """One column of the first table, or one regulariser of the second."""
-
-    how: str
-    regularizer: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.how} {self.regularizer}".strip()
-
-
 @register_study
-class OptEqRegularizers(Study[RegularizersConfig]):
+class OptEqRegularizers(OptEqStudy[RegularizersConfig]):
     """Accuracy of a deep equilibrium with feature regularisers, chosen by SAM or appended."""
 
     name = "opteq-regularizers"
-    tags = ("opteq", "images")
-    reference = "Tables 1a and 3 of *Optimization Induced Equilibrium Networks* (Xie et al., 2021)"
-    Config: ClassVar[Any] = RegularizersConfig
-    _images: Images
+    reference = f"Tables 1a and 3 {REFERENCE}"
+    Config = RegularizersConfig
 
     def prepare(self) -> None:
-        self._images = self.config.data.load()
+        super().prepare()
         self._make(self.cells()[0])
 
-    def _arms(self) -> list[_Arm]:
-        """Returns the columns of the first table."""
-        config = self.config
-        return [_Arm(NONE), *(_Arm(SAM, name) for name in config.chosen), *(_Arm(APPENDED, n) for n in config.appended)]
+    def _arms(self) -> dict[str, float | None]:
+        """Returns the arms of the first table, and the weights of their regularisers."""
+        chosen = {f"{SAM} {name}": lam for name, lam in self.config.chosen.items()}
+        appended = {f"{APPENDED} {name}": lam for name, lam in self.config.appended.items()}
+        return {NONE: None, **chosen, **appended}
+
+    def _weighed(self) -> list[tuple[str, float]]:
+        """Returns the regularisers and weights of the second table."""
+        return [(name, lam) for name, found in self.config.weights.items() for lam in found]
 
     def cells(self) -> list[Cell]:
         config = self.config
-        lams = {_Arm(SAM, name).name: lam for name, lam in config.chosen.items()}
-        lams |= {_Arm(APPENDED, name).name: lam for name, lam in config.appended.items()}
-        pairs = [
-            (arm.name, (("alpha", alpha), ("lam", lams.get(arm.name, 0.0))))
-            for arm in self._arms()
-            for alpha in config.alphas
+        settings = [(arm, alpha, lam or 0.0) for arm, lam in self._arms().items() for alpha in config.alphas]
+        settings += [(f"{WEIGHED} {name}", config.alpha_of_weights, lam) for name, lam in self._weighed()]
+        return [
+            Cell(arm, seed, (("alpha", alpha), ("lam", lam))) for arm, alpha, lam in settings for seed in config.seeds
         ]
-        pairs += [
-            (_Arm(WEIGHED, name).name, (("alpha", config.alpha_of_weights), ("lam", lam)))
-            for name, found in config.weights.items()
-            for lam in found
-        ]
-        return [Cell(arm, seed, setting) for arm, setting in pairs for seed in config.seeds]
 
     def _make(self, cell: Cell) -> OptEqNet:
         how, _, regularizer = cell.arm.partition(" ")
@@ -134,18 +105,18 @@ class OptEqRegularizers(Study[RegularizersConfig]):
         )
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        known = self._images.train
-        train, test = (normalised(part, known, context.device) for part in (known, self._images.validation))
+        fitting = self.config.fitting
+        train, test = self._normalised(context)
         model = self._make(cell).to(context.device)
-        done = fit(model, train, self.config.fitting, cell.seed, context.steps(self.config.fitting.epochs))
+        done = fit(model, fitting.batches(train, cell.seed), fitting.settings(), context)
         values: dict[str, Any] = {"last_loss": done.loss, "parameters": parameters_of(model)}
         values["training_cpu_seconds"] = done.cpu_seconds
-        if done.loss is None:
+        if done.diverged:
             return {**values, "accuracy": None, "mean_absolute": None, "mean_square": None}
-        z = equilibria(model, test)
+        z = collected(model, test, model.forward_features)
         return {
             **values,
-            "accuracy": evaluate(model, test)[1],
+            "accuracy": scores(model, test).accuracy,
             "mean_absolute": float(z.abs().mean()),
             "mean_square": float(z.square().mean()),
         }
@@ -153,36 +124,27 @@ class OptEqRegularizers(Study[RegularizersConfig]):
     def tables(self, results: Results) -> list[Table]:
         config = self.config
         rows: list[tuple[str, ...]] = []
-        for arm in self._arms():
-            lam = {SAM: config.chosen, APPENDED: config.appended}.get(arm.how, {}).get(arm.regularizer)
-            label = arm.name if lam is None else f"{arm.name}, lam {lam:g}"
-            rows.append((label, *(spread(results.of(arm=arm.name, alpha=a).each("accuracy"), ".1f")
-                                  for a in config.alphas)))  # fmt: skip
-            if arm.name in PAPER:
-                printed = (PAPER[arm.name].get(alpha) for alpha in config.alphas)
-                rows.append((f"{arm.name}, paper", *("" if one is None else f"{one:.1f}" for one in printed)))
+        for arm, lam in self._arms().items():
+            found = (results.of(arm=arm, alpha=alpha) for alpha in config.alphas)
+            name = arm if lam is None else f"{arm}, lam {lam:g}"
+            rows.append((name, *(one.spread("accuracy", ".1f") for one in found)))
+            if arm in PAPER:
+                printed = (PAPER[arm].get(alpha) for alpha in config.alphas)
+                rows.append((f"{arm}, paper", *(shown(one, ".1f") for one in printed)))
         weighed: list[tuple[str, ...]] = []
-        for name, weights in config.weights.items():
-            for lam in weights:
-                found = results.of(arm=_Arm(WEIGHED, name).name, lam=lam)
-                size, accuracy = PAPER_WEIGHTS.get(name, {}).get(lam, ("", None))
-                weighed.append(
-                    (f"{name}, lam {lam:g}", spread(found.each("mean_absolute"), ".2g"),
-                     spread(found.each("mean_square"), ".2g"), spread(found.each("accuracy"), ".1f"), size,
-                     "" if accuracy is None else f"{accuracy:.1f}")
-                )  # fmt: skip
-        setting = (
-            f"{len(self._images.train)} images of {config.data.name!r}, hidden channels "
-            f"{'-'.join(map(str, config.network.hidden))}, {results[0].values['parameters']} parameters, K = "
-            f"{config.network.iters}, {config.fitting.epochs} epochs, seeds {config.seeds}, "
-            f"{len(self._images.validation)} images of {config.data.validation!r}, after the last epoch"
-        )
+        for name, lam in self._weighed():
+            of = results.of(arm=f"{WEIGHED} {name}", lam=lam)
+            size, accuracy = PAPER_WEIGHTS.get(name, {}).get(lam, ("", None))
+            ours = (of.spread("mean_absolute", ".2g"), of.spread("mean_square", ".2g"), of.spread("accuracy", ".1f"))
+            weighed.append((f"{name}, lam {lam:g}", *ours, size, shown(accuracy, ".1f")))
         tables = [
             Table(
                 "Accuracy (%) by alpha (Table 3)",
                 ("alpha", *(f"{alpha:g}" for alpha in config.alphas)),
                 rows,
-                f"Ours: {setting}. Paper: CIFAR-10, 199k parameters, 200 epochs; its weights lam are not given.",
+                f"Ours: {self._setting(results)}, seeds {config.seeds}, {len(self._images.validation)} images of "
+                f"{config.data.validation!r}, after the last epoch. Paper: CIFAR-10, 199k parameters, 200 epochs; its "
+                "weights lam are not given.",
             )
         ]
         if weighed:
@@ -199,50 +161,38 @@ class OptEqRegularizers(Study[RegularizersConfig]):
 
     def summary(self, results: Results) -> dict[str, Any]:
         first = {
-            f"{arm.name}_alpha={alpha:g}_accuracy": mean(results.of(arm=arm.name, alpha=alpha).each("accuracy"))
+            f"{arm}_alpha={alpha:g}_accuracy": results.of(arm=arm, alpha=alpha).mean("accuracy")
             for arm in self._arms()
             for alpha in self.config.alphas
         }
         second = {
-            f"{name}_lam={lam:g}_{key}": mean(results.of(arm=_Arm(WEIGHED, name).name, lam=lam).each(key))
-            for name, weights in self.config.weights.items()
-            for lam in weights
+            f"{name}_lam={lam:g}_{key}": results.of(arm=f"{WEIGHED} {name}", lam=lam).mean(key)
+            for name, lam in self._weighed()
             for key in ("accuracy", "mean_absolute", "mean_square")
         }
         return {**first, **second}
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, nan_for_none, new_figure
-
         config = self.config
         figure, axes = new_figure(1, 3, width=4.6, height=3.6)
         ours, printed, sizes = axes[0]
+        alphas = sorted(config.alphas)
         for index, arm in enumerate(self._arms()):
-            look = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], "marker": "o",
-                    "markersize": 4, "label": arm.name}  # fmt: skip
-            alphas = sorted(config.alphas)
-            found = [mean(results.of(arm=arm.name, alpha=alpha).each("accuracy")) for alpha in alphas]
-            ours.plot(alphas, nan_for_none(found), **look)
-            if arm.name in PAPER:
-                printed.plot(list(PAPER[arm.name]), list(PAPER[arm.name].values()), **look)
-        for panel, title, ticks in ((ours, "this run", sorted(config.alphas)), (printed, "paper, CIFAR-10", _ALPHAS)):
-            panel.set_xscale("log")
-            panel.set_xticks(ticks, [f"{alpha:g}" for alpha in ticks])
-            panel.set_xticks([], minor=True)
-            panel.set_xlabel(r"$\alpha$", fontsize=9)
-            panel.set_ylabel("accuracy (%)", fontsize=9)
-            panel.set_title(title, fontsize=11)
+            style = line(index, marker="o", markersize=4, label=arm)
+            found = [results.of(arm=arm, alpha=alpha).mean("accuracy") for alpha in alphas]
+            ours.plot(alphas, nan_for_none(found), **style)
+            if arm in PAPER:
+                printed.plot(list(PAPER[arm]), list(PAPER[arm].values()), **style)
+        for panel, title, ticks in ((ours, "this run", alphas), (printed, "paper, CIFAR-10", ALPHAS)):
+            name_each(panel, ticks)
+            label(panel, r"$\alpha$", "accuracy (%)", title)
         legend(printed)
         for index, (name, weights) in enumerate(config.weights.items()):
             there = sorted(weights)
-            found = [mean(results.of(arm=_Arm(WEIGHED, name).name, lam=lam).each("mean_absolute")) for lam in there]
-            sizes.plot(there, nan_for_none(found), label=name, marker="o", markersize=4, linestyle=STYLES[index],
-                       color=COLOURS[index])  # fmt: skip
-        sizes.set_title(rf"appended, $\alpha$ = {config.alpha_of_weights:g}", fontsize=11)
-        sizes.set_xlabel(r"weight $\lambda$", fontsize=9)
-        sizes.set_ylabel("mean |z|", fontsize=9)
+            found = [results.of(arm=f"{WEIGHED} {name}", lam=lam).mean("mean_absolute") for lam in there]
+            sizes.plot(there, nan_for_none(found), **line(index, label=name, marker="o", markersize=4))
+        label(sizes, r"weight $\lambda$", "mean |z|", rf"appended, $\alpha$ = {config.alpha_of_weights:g}")
         if config.weights:
-            sizes.set_xscale("log")
-            sizes.set_yscale("log")
+            label(sizes, log="xy")
             legend(sizes)
         return figure

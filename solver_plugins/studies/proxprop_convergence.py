@@ -1,17 +1,17 @@
 """Figures 2 and 3 of the ProxProp paper: progress by epoch and by time, fully connected and convolutional."""
 
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 from pydantic import Field
 from torch import nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.images import ImageData, Images
-from solver_plugins.studies.networks import BACKPROP, Training, conv_net, mlp, train_network
-from solver_plugins.studies.proxprop_stability import check_arms
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies import proxprop_networks as networks
+from solver_plugins.studies.figures import label, legend, line, new_figure, whole_numbers
+from solver_plugins.studies.images import ImageConfig, Images, ImageStudy
+from solver_plugins.studies.proxprop_networks import BACKPROP, REFERENCE, Training, label_of, train_network
+from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
 from solver_plugins.train.errors import DataError
 
 PAPER: dict[tuple[str, str], tuple[str, str]] = {
@@ -36,7 +36,7 @@ class _Network(StrictConfig):
     @pydantic.field_validator("arms")
     @classmethod
     def _known(cls, arms: list[str]) -> list[str]:
-        check_arms(arms)
+        networks.check_arms(arms)
         return arms
 
 
@@ -45,17 +45,28 @@ class MlpSection(_Network):
 
     hidden: list[int] = Field([4000, 1000, 4000], min_length=1, description="Widths of the hidden layers.")
 
+    def make(self, images: Images) -> nn.Module:
+        return networks.mlp(images.shape, self.hidden, images.classes)
+
 
 class ConvSection(_Network):
     """The convolutional network of Fig. 3."""
 
     filters: list[int] = Field([16, 20, 20], min_length=1, description="Of the convolutions.")
 
+    def make(self, images: Images) -> nn.Module:
+        shrink, (_, height, width) = 2 ** len(self.filters), images.shape
+        if min(height, width) < shrink:
+            raise DataError(
+                f"Expected images of at least {shrink}x{shrink} for {len(self.filters)} poolings; found "
+                f"{width}x{height}. Give fewer conv.filters."
+            )
+        return networks.conv_net(images.shape, self.filters, images.classes)
 
-class ConvergenceConfig(StudyConfig):
+
+class ProgressConfig(ImageConfig):
     """Settings of Figures 2 and 3."""
 
-    data: ImageData = ImageData()
     mlp: MlpSection | None = Field(None, description="Fig. 2; null to leave it out.")
     conv: ConvSection | None = Field(None, description="Fig. 3; null to leave it out.")
 
@@ -67,133 +78,82 @@ class ConvergenceConfig(StudyConfig):
 
 
 @register_study
-class ProxPropConvergence(Study[ConvergenceConfig]):
+class ProxPropConvergence(ImageStudy[ProgressConfig]):
     """Progress of ProxProp and plain gradients, by epoch and by time."""
 
     name = "proxprop-convergence"
     tags = ("proxprop", "images")
-    reference = "Fig. 2 and Fig. 3 of *Proximal Backpropagation* (Frerix, Möllenhoff, Moeller and Cremers, ICLR 2018)"
-    Config: ClassVar[Any] = ConvergenceConfig
-    _images: Images
+    reference = f"Fig. 2 and Fig. 3 {REFERENCE}"
+    Config = ProgressConfig
 
     def prepare(self) -> None:
-        self._images = self.config.data.load()
-        if self.config.conv is not None:
-            shrink = 2 ** len(self.config.conv.filters)
-            if min(self._images.shape[1:]) < shrink:
-                raise DataError(
-                    f"Expected images of at least {shrink}x{shrink} for {len(self.config.conv.filters)} poolings; "
-                    f"found {self._images.shape[2]}x{self._images.shape[1]}. Give fewer conv.filters."
-                )
+        super().prepare()
+        for section in self._networks().values():
+            section.make(self._images)
 
-    def _networks(self) -> dict[str, _Network]:
-        both: dict[str, _Network | None] = {"mlp": self.config.mlp, "conv": self.config.conv}
+    def _networks(self) -> dict[str, MlpSection | ConvSection]:
+        both = {"mlp": self.config.mlp, "conv": self.config.conv}
         return {name: section for name, section in both.items() if section is not None}
 
     def cells(self) -> list[Cell]:
         return [
-            Cell(arm, seed, (("network", name),))
+            cell
             for name, section in self._networks().items()
-            for arm in section.arms
-            for seed in self.config.seeds
+            for cell in Cell.grid(network=[name], arm=section.arms, seed=self.config.seeds)
         ]
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
         section = self._networks()[str(cell["network"])]
-        lr = section.backprop_lr if cell.arm == BACKPROP else section.lr
-        done = train_network(
-            self._make(section), self._images, section.training, cell.arm, lr, section.tau_theta, cell.seed, context
+        lr, model = section.backprop_lr if cell.arm == BACKPROP else section.lr, section.make(self._images)
+        values = train_network(
+            model, self._images, section.training, cell.arm, lr, section.tau_theta, cell.seed, context
         )
-        values = done.values()
         return {**values, "training_seconds": values["curves"]["seconds"][-1]}
 
-    def _make(self, section: _Network) -> nn.Module:
-        if isinstance(section, ConvSection):
-            return conv_net(self._images.shape, section.filters, self._images.classes)
-        assert isinstance(section, MlpSection)
-        return mlp(self._images.shape, section.hidden, self._images.classes)
-
     def tables(self, results: Results) -> list[Table]:
-        columns = (
-            "network, gradient",
-            "full-batch loss",
-            "best validation (%)",
-            "paper",
-            "test (%)",
-            "paper",
-            "training",
-        )
+        ours = ("full-batch loss", "best validation (%)", "paper", "test (%)", "paper", "training")
         rows = []
         for name, section in self._networks().items():
             for arm in section.arms:
                 found = results.of(arm=arm, network=name)
                 validation, test = PAPER.get((name, arm), ("", ""))
                 rows.append((
-                    f"{name}, {_label(arm)}",
-                    _mean(found, "loss", ".3g"),
-                    _mean(found, "best_validation_accuracy", ".1f"), validation,
-                    _mean(found, "test_accuracy", ".1f"), test,
-                    f"{_mean(found, 'training_seconds', '.0f')} s",
+                    f"{name}, {label_of(arm)}",
+                    found.spread("loss", ".3g"),
+                    found.spread("best_validation_accuracy", ".1f"), validation,
+                    found.spread("test_accuracy", ".1f"), test,
+                    f"{found.spread('training_seconds', '.0f')} s",
                 ))  # fmt: skip
         epochs = ", ".join(f"{name} {section.training.epochs}" for name, section in self._networks().items())
         note = (
             f"Ours: {self.config.data.train!r} of {self.config.data.name!r}, epochs: {epochs}, seeds "
             f"{self.config.seeds}. Paper: 45000 images of CIFAR-10, 50 epochs. '-': diverged. Times: training alone."
         )
-        return [Table("After the last epoch", columns, rows, note)]
+        return [Table("After the last epoch", ("network, gradient", *ours), rows, note)]
 
     def summary(self, results: Results) -> dict[str, Any]:
         return {
-            f"{name}_{arm}_loss": _average(results.of(arm=arm, network=name), "loss")
+            f"{name}_{arm}_loss": results.of(arm=arm, network=name).mean("loss")
             for name, section in self._networks().items()
             for arm in section.arms
         }
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, new_figure, whole_numbers
-
-        networks = self._networks()
-        figure, axes = new_figure(len(networks), 3)
-        for (name, section), (by_epoch, by_time, accuracy) in zip(networks.items(), axes, strict=True):
+        sections = self._networks()
+        figure, axes = new_figure(len(sections), 3)
+        for (name, section), (by_epoch, by_time, accuracy) in zip(sections.items(), axes, strict=True):
             for index, arm in enumerate(section.arms):
                 for one in results.of(arm=arm, network=name, seed=self.config.seeds[0]):
                     curves = one.values["curves"]
-                    style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)],
-                             "label": _label(arm)}  # fmt: skip
+                    style = line(index, label=label_of(arm))
                     by_epoch.plot(range(len(curves["loss"])), curves["loss"], **style)
                     by_time.plot(curves["seconds"], curves["loss"], **style)
                     accuracy.plot(curves["seconds"], curves["accuracy"], **style)
             optimizer = "Adam" if section.training.optimizer == "adam" else "Nesterov SGD"
             kind = "convolutional" if name == "conv" else "fully connected"
-            by_epoch.set_title(f"{kind}, {optimizer}", fontsize=11)
-            for panel, x, y in (
-                (by_epoch, "epoch", "full-batch loss"),
-                (by_time, "training time (s)", "full-batch loss"),
-                (accuracy, "training time (s)", "validation accuracy (%)"),
-            ):
-                panel.set_xlabel(x, fontsize=9)
-                panel.set_ylabel(y, fontsize=9)
+            label(by_epoch, "epoch", "full-batch loss", f"{kind}, {optimizer}")
+            label(by_time, "training time (s)", "full-batch loss")
+            label(accuracy, "training time (s)", "validation accuracy (%)")
             legend(by_epoch)
             whole_numbers(by_epoch)
         return figure
-
-
-def _label(arm: str) -> str:
-    return "BackProp" if arm == BACKPROP else f"ProxProp ({arm})"
-
-
-def _average(found: Results, key: str) -> float | None:
-    values = [value for value in found.each(key) if value is not None]
-    return sum(values) / len(values) if values else None
-
-
-def _mean(found: Results, key: str, form: str) -> str:
-    """Returns the mean over seeds, and their standard deviation where there are several."""
-    values = [value for value in found.each(key) if value is not None]
-    if not values:
-        return "-"
-    mean = sum(values) / len(values)
-    if len(values) == 1:
-        return f"{mean:{form}}"
-    deviation = (sum((value - mean) ** 2 for value in values) / (len(values) - 1)) ** 0.5
-    return f"{mean:{form}} ± {deviation:{form}}"

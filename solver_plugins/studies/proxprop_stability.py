@@ -1,16 +1,15 @@
-"""Table 1 of the ProxProp paper: which step sizes training survives."""
+"""Table 1 of the ProxProp paper: the step sizes at which training stays finite."""
 
-import math
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import pydantic
 from pydantic import Field
 
-from solver_plugins.proxprop.proxprop import cg_steps
-from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table
-from solver_plugins.studies.images import ImageData, Images
-from solver_plugins.studies.networks import BACKPROP, Training, mlp, train_network
-from solver_plugins.studies.registry import register_study
+from solver_plugins.studies import proxprop_networks as networks
+from solver_plugins.studies.figures import label, legend, line, nan_for_none, new_figure
+from solver_plugins.studies.images import ImageConfig, ImageStudy
+from solver_plugins.studies.proxprop_networks import BACKPROP, REFERENCE, Training, label_of, train_network
+from solver_plugins.studies.study import Cell, Context, Results, Table, mean, register_study, shown
 
 _RATES = (50, 10, 5, 1, 0.5, 0.1, 0.05, 5e-3, 5e-4)
 _PRINTED: dict[str, tuple[float | None, ...]] = {
@@ -23,17 +22,9 @@ PAPER = {arm: dict(zip(_RATES, losses, strict=True)) for arm, losses in _PRINTED
 """Table 1 as printed: the loss after 50 epochs by step size; None where it diverged."""
 
 
-def check_arms(arms: list[str]) -> None:
-    """Raises for an arm that is neither "backprop" nor a mode of ProxProp."""
-    for arm in arms:
-        if arm != BACKPROP:
-            cg_steps(arm)
-
-
-class StabilityConfig(StudyConfig):
+class StabilityConfig(ImageConfig):
     """Settings of Table 1."""
 
-    data: ImageData = ImageData()
     hidden: list[int] = Field([4000, 1000, 4000], min_length=1, description="Widths of the hidden layers.")
     training: Training = Training()
     tau_theta: float = Field(1.0, gt=0, description="Step size of the implicit step.")
@@ -42,50 +33,39 @@ class StabilityConfig(StudyConfig):
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> Self:
-        check_arms(self.arms)
+        networks.check_arms(self.arms)
         if min(self.rates) <= 0 or min(self.hidden) < 1:
             raise ValueError("expected rates above zero and hidden layers of at least one unit")
         return self
 
 
 @register_study
-class ProxPropStability(Study[StabilityConfig]):
-    """Which step sizes ProxProp and plain gradients survive."""
+class ProxPropStability(ImageStudy[StabilityConfig]):
+    """The step sizes at which ProxProp and plain gradients stay finite."""
 
     name = "proxprop-stability"
     tags = ("proxprop", "images")
-    reference = "Table 1 of *Proximal Backpropagation* (Frerix, Möllenhoff, Moeller and Cremers, ICLR 2018)"
-    Config: ClassVar[Any] = StabilityConfig
-    _images: Images
-
-    def prepare(self) -> None:
-        self._images = self.config.data.load()
+    reference = f"Table 1 {REFERENCE}"
+    Config = StabilityConfig
 
     def cells(self) -> list[Cell]:
-        return [
-            Cell(arm, seed, (("lr", rate),))
-            for arm in self.config.arms
-            for rate in self.config.rates
-            for seed in self.config.seeds
-        ]
+        return Cell.grid(arm=self.config.arms, lr=self.config.rates, seed=self.config.seeds)
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        model = mlp(self._images.shape, self.config.hidden, self._images.classes)
-        done = train_network(
+        model = networks.mlp(self._images.shape, self.config.hidden, self._images.classes)
+        values = train_network(
             model, self._images, self.config.training, cell.arm, float(cell["lr"]), self.config.tau_theta, cell.seed,
             context,
         )  # fmt: skip
-        values = done.values()
-        first = done.loss[0] if done.loss else math.log(self._images.classes)
-        return {**values, "trained": values["loss"] is not None and values["loss"] < first}
+        return {**values, "trained": values["loss"] is not None and values["loss"] < values["curves"]["loss"][0]}
 
     def tables(self, results: Results) -> list[Table]:
         rows = []
         for arm in self.config.arms:
-            rows.append((_label(arm), *(self._entry(results.of(arm=arm, lr=rate)) for rate in self.config.rates)))
+            rows.append((label_of(arm), *(self._entry(results.of(arm=arm, lr=rate)) for rate in self.config.rates)))
             if arm in PAPER:
-                printed = (PAPER[arm].get(rate, math.nan) for rate in self.config.rates)
-                rows.append((f"{_label(arm)}, paper", *(_number(value) for value in printed)))
+                texts = {rate: shown(loss, ".3g", "-") for rate, loss in PAPER[arm].items()}
+                rows.append((f"{label_of(arm)}, paper", *(texts.get(rate, "") for rate in self.config.rates)))
         limits = self.summary(results)["limits"]
         settings = self.config.training
         return [
@@ -101,8 +81,8 @@ class ProxPropStability(Study[StabilityConfig]):
                 "Largest step size",
                 ("", "that stays finite", "that trains", "finite, x backprop's", "trains, x backprop's"),
                 [
-                    (_label(arm), *(_limit(limits[arm][key]) for key in
-                                    ("finite", "trains", "finite_over_backprop", "trains_over_backprop")))
+                    (label_of(arm), *(shown(limits[arm][key], "g", "none") for key in
+                                      ("finite", "trains", "finite_over_backprop", "trains_over_backprop")))
                     for arm in self.config.arms
                 ],
                 "'trains': all seeds end below the loss that they began with.",
@@ -110,11 +90,9 @@ class ProxPropStability(Study[StabilityConfig]):
         ]  # fmt: skip
 
     def _entry(self, found: Results) -> str:
-        losses = [loss for loss in found.each("loss") if loss is not None]
-        gone = len(found) - len(losses)
-        if not losses:
-            return "-"
-        return _number(sum(losses) / len(losses)) + (f" (- in {gone} of {len(found)})" if gone else "")
+        gone = sum(loss is None for loss in found.each("loss"))
+        part = f" (- in {gone} of {len(found)})" if 0 < gone < len(found) else ""
+        return shown(found.mean("loss"), ".3g", "-") + part
 
     def summary(self, results: Results) -> dict[str, Any]:
         limits: dict[str, dict[str, float | None]] = {}
@@ -131,59 +109,32 @@ class ProxPropStability(Study[StabilityConfig]):
         return {"limits": limits}
 
     def draw(self, results: Results) -> Any:
-        from solver_plugins.studies.figures import COLOURS, STYLES, legend, new_figure
-
         figure, axes = new_figure(1, 2, width=5.0, height=3.6)
         ours, printed = axes[0]
         for panel in (ours, printed):
-            panel.set_xscale("log")
-            panel.set_yscale("log")
+            label(panel, r"step size $\tau$ (crosses: diverged)", "full-batch training loss", log="xy")
         rates = sorted(self.config.rates)
         for index, arm in enumerate(self.config.arms):
-            style = {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], "marker": "o",
-                     "markersize": 4, "label": _label(arm)}  # fmt: skip
-            _line(ours, rates, [_mean(results.of(arm=arm, lr=rate)) for rate in rates], index, style)
+            found = {rate: results.of(arm=arm, lr=rate).each("loss") for rate in rates}
+            # If one seed diverged, the panel shows a cross.
+            _draw(ours, {rate: None if None in losses else mean(losses) for rate, losses in found.items()}, index, arm)
             if arm in PAPER:
-                theirs = sorted(PAPER[arm])
-                _line(printed, theirs, [PAPER[arm][rate] for rate in theirs], index, style)
-        ours.set_title(f"this run, {self.config.training.epochs} epochs", fontsize=11)
-        printed.set_title("paper, 50 epochs", fontsize=11)
+                _draw(printed, dict(sorted(PAPER[arm].items())), index, arm)
+        label(ours, title=f"this run, {self.config.training.epochs} epochs")
+        label(printed, title="paper, 50 epochs")
         for panel in (ours, printed):
-            # Room for the crosses.
+            # Leaves room for the crosses.
             low, high = panel.get_ylim()
             panel.set_ylim(low, high * (high / low) ** 0.25)
-            panel.set_xlabel(r"step size $\tau$ (crosses: diverged)", fontsize=9)
-            panel.set_ylabel("full-batch training loss", fontsize=9)
             legend(panel)
         return figure
 
 
-def _line(panel: Any, rates: list[float], losses: list[float | None], index: int, style: dict[str, Any]) -> None:
-    from solver_plugins.studies.figures import nan_for_none
-
-    # A million is worth no axis: what is above has not trained, and the cross on the edge would hide.
-    shown = [None if loss is None else min(loss, 1e3) for loss in losses]
-    panel.plot(rates, nan_for_none(shown), **style)
-    gone = [rate for rate, loss in zip(rates, losses, strict=True) if loss is None]
+def _draw(panel: Any, losses: dict[float, float | None], index: int, arm: str) -> None:
+    style = line(index, marker="o", markersize=4, label=label_of(arm))
+    # Larger losses are cut off: they would stretch the axis and hide the crosses.
+    heights = [None if loss is None else min(loss, 1e3) for loss in losses.values()]
+    panel.plot(list(losses), nan_for_none(heights), **style)
+    gone = [rate for rate, loss in losses.items() if loss is None]
     height = 0.98 - 0.05 * index
     panel.plot(gone, [height] * len(gone), "x", color=style["color"], transform=panel.get_xaxis_transform())
-
-
-def _mean(found: Results) -> float | None:
-    losses: list[float | None] = found.each("loss")
-    numbers = [loss for loss in losses if loss is not None]
-    return sum(numbers) / len(numbers) if len(numbers) == len(losses) else None
-
-
-def _label(arm: str) -> str:
-    return "BackProp" if arm == BACKPROP else f"ProxProp ({arm})"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return "" if math.isnan(value) else f"{value:.3g}"
-
-
-def _limit(value: float | None) -> str:
-    return "none" if value is None else f"{value:g}"

@@ -11,20 +11,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from solver_plugins.config import load_yaml
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.shipped import shipped_file, shipped_folders
-from solver_plugins.studies.base import StudyConfig
-from solver_plugins.studies.registry import STUDIES
-from solver_plugins.train.config import apply_change
+from solver_plugins.studies.study import STUDIES, StudyConfig
+from solver_plugins.train.config import apply_change, read_options
 
 SCALES = ("smoke", "short", "paper")
 
 
 def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = ()) -> StudyConfig:
-    """Returns the settings of a study at a scale, changed by ``key=value`` texts; a note tells of the changes, too.
+    """Returns the settings of a study at a scale, changed by ``key=value`` texts, which its note mentions.
 
     Raises:
         UnknownNameError: If there is no such study.
@@ -33,14 +29,12 @@ def read_study_config(name: str, scale: str = "short", changes: Sequence[str] = 
     study = STUDIES.get(name)
     if scale not in SCALES:
         raise OptionError(f"Unknown scale {scale!r}.{did_you_mean(scale, SCALES)}")
-    path = study.settings or _settings_file(name)
-    parts = _read(path)
-    options = _merged(parts["common"], parts["scales"][scale])
+    options = _at_scale(study.settings or _settings_file(name), scale)
     written = options.get("note")
     for text in changes:
         apply_change(options, text)
     if changes and written and options["note"] == written:
-        # The note is about the settings of the file, and these are others.
+        # The note describes the settings in the file, which have been changed.
         options["note"] = f"{written} Changed for this run: {', '.join(changes)}."
     return study.Config.parse(options, owner=f"The study {name!r} at scale {scale!r}")
 
@@ -56,27 +50,22 @@ def _settings_file(name: str) -> Path:
     return found
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = load_yaml(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"Cannot read the settings {str(path)!r}: {error.strerror}.") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise OptionError(f"The settings {str(path)!r} are not valid YAML: {error}.") from None
+def _at_scale(path: Path, scale: str) -> dict[str, Any]:
+    found = read_options(path, "settings")
     scales = found.get("scales") if isinstance(found, dict) else None
     if not isinstance(scales, dict) or set(scales) != set(SCALES) or not set(found) <= {"common", "scales"}:
         raise OptionError(
             f"Expected the settings {str(path)!r} to have 'scales' with {', '.join(SCALES)}, and perhaps 'common', and "
             "nothing else."
         )
-    parts = {"common": found.get("common") or {}, "scales": {key: value or {} for key, value in scales.items()}}
-    if not all(isinstance(part, dict) for part in (parts["common"], *parts["scales"].values())):
+    parts = {"common": found.get("common") or {}, **{key: value or {} for key, value in scales.items()}}
+    if not all(isinstance(part, dict) for part in parts.values()):
         raise OptionError(f"Expected options in every part of the settings {str(path)!r}.")
-    return parts
+    return _merged(parts["common"], parts[scale])
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns both, section by section; where both have a value it is that of ``above``."""
+    """Merges two mappings section by section; values of ``above`` take precedence."""
     result = dict(below)
     for key, value in above.items():
         old = result.get(key)

@@ -1,4 +1,4 @@
-"""What a config adds to the training of a model, beside solver blocks: implicit weight steps, a regulariser."""
+"""What a config can add to training besides solver blocks: implicit weight steps and a regulariser."""
 
 import torch
 from torch import Tensor, nn
@@ -6,30 +6,41 @@ from torch.optim import Optimizer
 
 from solver_plugins.dropblock import ClassifierDropout, StructuredDropoutRegularizer
 from solver_plugins.proxprop import ProxProp
-from solver_plugins.train.config import FinetuneConfig, ProxPropSection, RegularizerSection
+from solver_plugins.train.config import ProxPropSection, RegularizerSection
 from solver_plugins.train.data import Batch
 
 
 class Additions:
-    """Puts them on a model and its optimiser; neither Parameters nor state dicts change, so that exports are plain.
+    """Implicit weight steps and a regulariser, put on a model and its optimiser by :meth:`attach`.
+
+    Neither Parameters nor state dicts change, so exports stay plain.
 
     Args:
-        config: Of the run.
-        model: The model inside of all wrappers; after sharding, which replaces Parameters.
-        optimizer: Its optimiser, prepared or not.
-
-    Raises:
-        SolverPluginsError: Of some kind, if they do not fit the model.
+        proxprop: The implicit steps; None for plain steps.
+        regularizer: Structured dropout before the classifier; None to leave it out.
     """
 
-    def __init__(self, config: FinetuneConfig, model: nn.Module, optimizer: Optimizer):
+    def __init__(self, proxprop: ProxPropSection | None = None, regularizer: RegularizerSection | None = None):
+        self.sections = (proxprop, regularizer)
         self.regularizer: StructuredDropoutRegularizer | None = None
         self.dropout: ClassifierDropout | None = None
         self.proxprop: ProxProp | None = None
-        if config.regularizer is not None:
-            self._regularize(config.regularizer, model)
-        if config.proxprop is not None:
-            self._precondition(config.proxprop, model, optimizer)
+
+    def attach(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Puts the additions on a model and its optimiser, prepared or not.
+
+        Args:
+            model: The unwrapped model. Attach after sharding, which replaces Parameters.
+            optimizer: Its optimiser.
+
+        Raises:
+            SolverPluginsError: If they do not fit the model.
+        """
+        proxprop, regularizer = self.sections
+        if regularizer is not None:
+            self._regularize(regularizer, model)
+        if proxprop is not None:
+            self._precondition(proxprop, model, optimizer)
 
     def _regularize(self, section: RegularizerSection, model: nn.Module) -> None:
         options = (section.scheme, section.theta, section.block_size)
@@ -49,17 +60,17 @@ class Additions:
             raise
 
     def penalty(self, batch: Batch) -> Tensor | None:
-        """Returns what is added to the loss of the pass just made; None for nothing."""
+        """Returns the term to add to the loss of the last forward pass; None if there is none."""
         if self.regularizer is None:
             return None
         rows = self.regularizer.row_shape
         if rows is not None and len(rows) == 2 and "attention_mask" in batch:
-            # A classifier of every token, of which transformers keeps the last one's logits.
+            # The classifier runs on every token, and transformers keeps the logits of the last one.
             return self.regularizer(_last_tokens(batch["attention_mask"]))
         return self.regularizer()
 
     def describe(self) -> list[str]:
-        """Returns a sentence about each of them, for the plan of a run."""
+        """Returns one sentence for each addition, for the dry run."""
         lines = []
         if self.proxprop is not None:
             lines.append(f"proxprop: {self.proxprop.mode}, tau_theta {self.proxprop.tau_theta:g}, on "
@@ -71,7 +82,7 @@ class Additions:
         return lines
 
     def remove(self) -> None:
-        """Takes them off again."""
+        """Takes all additions off again."""
         for one in (self.regularizer, self.dropout):
             if one is not None:
                 one.remove()

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there: written aside, summed, flushed, renamed; checked before they are loaded."""
+"""Checkpoints that are complete or absent: written to the side, checksummed, flushed, renamed; checked when loaded."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from solver_plugins.train.errors import CheckpointError
+from solver_plugins.train.errors import CheckpointError, summary_of
 from solver_plugins.train.pickles import check_is_data
 
 MANIFEST = "manifest.json"
@@ -22,16 +22,16 @@ class Checkpoints:
     """The checkpoints of one arm.
 
     Args:
-        folder: Where they are.
-        keep: How many.
-        accelerator: Whose state they hold.
+        folder: Where they are stored.
+        keep: How many are kept.
+        accelerator: The Accelerator whose state they hold.
     """
 
     def __init__(self, folder: Path, keep: int, accelerator: Accelerator):
         self.folder, self.keep, self.accelerator = folder, keep, accelerator
 
     def found(self) -> list[Path]:
-        """Returns all of them, the newest first, whole or not."""
+        """Returns all checkpoints, newest first, intact or not."""
         if not self.folder.is_dir():
             return []
         return sorted((path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)), reverse=True)
@@ -40,7 +40,7 @@ class Checkpoints:
         """Saves the state of all processes; call it in all of them.
 
         Raises:
-            CheckpointError: If it cannot be written; those before it are as they were.
+            CheckpointError: If it cannot be written. Earlier checkpoints stay as they were.
         """
         place = self.folder / f"step-{step:08d}"
         aside = self.folder / f".{place.name}.new"
@@ -56,13 +56,10 @@ class Checkpoints:
                 self._finish(aside, place, step)
         except Exception as error:
             shutil.rmtree(aside, ignore_errors=True)
-            lines = str(error).strip().splitlines() or [""]
-            kept = next((str(path) for path in self.found()), None)
+            kept = next((f"The one before is kept: {path}." for path in self.found()), "There is none before it.")
             raise CheckpointError(
-                f"Cannot write the checkpoint of step {step} to {str(self.folder)!r}: {type(error).__name__}: "
-                + f"{lines[0]} "
-                + (f"The one before is kept: {kept}. " if kept else "There is none before it. ")
-                + "Make room, then continue with --resume."
+                f"Cannot write the checkpoint of step {step} to {str(self.folder)!r}: {summary_of(error)} {kept} Make "
+                "room, then continue with --resume."
             ) from error
         self.accelerator.wait_for_everyone()
         return place
@@ -77,7 +74,7 @@ class Checkpoints:
             _flush(path)
         _flush(aside)
         if place.exists():
-            # A damaged one of the same step, which this run was not continued from.
+            # A damaged checkpoint of the same step, which this run did not continue from.
             _remove(place)
         os.rename(aside, place)
         _flush(self.folder)
@@ -85,16 +82,16 @@ class Checkpoints:
             _remove(old)
 
     def sweep(self) -> None:
-        """Removes what interrupted saves and removals have left."""
+        """Removes what interrupted saves and removals left behind."""
         if self.folder.is_dir():
             for path in self.folder.glob(".step-*"):
                 shutil.rmtree(path)
 
     def newest_whole(self) -> tuple[Path | None, list[str]]:
-        """Returns the newest checkpoint that is as it was written, and what is wrong with those after it.
+        """Returns the newest intact checkpoint, and what is wrong with any newer ones.
 
         Raises:
-            CheckpointError: If there are some, and all are damaged, or it is of another number of processes.
+            CheckpointError: If all checkpoints are damaged, or a different number of processes wrote it.
         """
         wrong: list[str] = []
         for path in self.found():
@@ -112,28 +109,27 @@ class Checkpoints:
         return None, wrong
 
     def load(self, path: Path) -> None:
-        """Loads a checkpoint that was checked; call it in all processes.
+        """Loads a checkpoint that has been checked; call it in all processes.
 
         Raises:
-            CheckpointError: If it is of another model or optimiser.
+            CheckpointError: If it belongs to another model or optimiser.
         """
         try:
             self.accelerator.load_state(str(path))
         except (RuntimeError, KeyError, ValueError) as error:
-            lines = str(error).strip().splitlines() or [""]
-            raise CheckpointError(f"{str(path)!r} is not a checkpoint of this run: {lines[0]}") from error
+            raise CheckpointError(f"{str(path)!r} is not a checkpoint of this run: {summary_of(error)}") from error
 
 
 class DamagedError(Exception):
-    """What is wrong with a checkpoint."""
+    """A checkpoint that is not as it was written; the message says why."""
 
 
 def check(path: Path, processes: int) -> None:
     """Checks every file of a checkpoint against its manifest, and that none would run code when it is loaded.
 
     Raises:
-        DamagedError: If some file is missing, too much, changed, or holds more than data.
-        CheckpointError: If it was written by another number of processes.
+        DamagedError: If a file is missing, unexpected or changed, or holds more than data.
+        CheckpointError: If a different number of processes wrote it.
     """
     try:
         data: Any = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -180,7 +176,7 @@ def _flush(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint; one that is half removed does not look like one."""
+    """Removes a checkpoint; a half-removed one no longer looks like a checkpoint."""
     gone = path.with_name(f".{path.name}.old")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(path, gone)

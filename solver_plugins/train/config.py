@@ -17,6 +17,7 @@ from solver_plugins.shipped import shipped_file, shipped_names
 from solver_plugins.surgery import ConversionSpec
 
 Names = str | list[str]
+_READERS = {".json": load_json, ".yaml": load_yaml, ".yml": load_yaml}
 
 _LARGEST_SEED = 2**32 - 2**16
 """numpy takes 32 bits, and each process adds its number to the seed."""
@@ -90,7 +91,7 @@ class DataSection(StrictConfig):
     text: str | None = Field(None, description="The column of texts: makes it a text classification.")
     label: str | None = Field(None, description="The column of labels; 'label', 'labels' or 'fine_label' by default.")
     image_size: int | None = Field(None, ge=1, description="Side of the images; the model's own by default.")
-    max_length: int = Field(128, ge=1, description="Texts are cut after so many tokens.")
+    max_length: int = Field(128, ge=1, description="Texts are cut after this many tokens.")
     mean: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     std: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     workers: int = Field(0, ge=0, description="Processes that read data, beside each training process.")
@@ -223,7 +224,7 @@ class FinetuneConfig(StrictConfig):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _proxprop_as_solver(cls, options: Any) -> Any:
-        """Takes ``solver: {name: proxprop}`` for the section of that name: it changes steps, not layers."""
+        """Reads ``solver: {name: proxprop}`` as the section ``proxprop``: it changes steps, not layers."""
         solver = options.get("solver") if isinstance(options, Mapping) else None
         if not isinstance(solver, Mapping) or "proxprop" not in (solver.get("name"), solver.get("solver")):
             return options
@@ -232,7 +233,7 @@ class FinetuneConfig(StrictConfig):
         own = {key: value for key, value in solver.items() if key not in ("name", "solver")}
         foreign = sorted(own.keys() - ProxPropSection.model_fields.keys())
         if {"iters", "args"} & {*foreign}:
-            # Of the recipe's own solver, whose name alone was changed.
+            # Left over from the recipe's solver, of which only the name was changed.
             raise ValueError(
                 f"proxprop is no solver of blocks and has no {', '.join(foreign)}, which the section solver gives; "
                 "replace all of it: solver='{name: proxprop, mode: cg3}'"
@@ -247,7 +248,7 @@ class FinetuneConfig(StrictConfig):
 
     @property
     def changes(self) -> bool:
-        """Whether there is anything to compare the plain model with."""
+        """Whether the config adds anything to the plain model."""
         return any(part is not None for part in (self.solver, self.proxprop, self.head, self.regularizer))
 
     @pydantic.model_validator(mode="after")
@@ -287,18 +288,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
         OptionError: If the file cannot be read, or an option is unknown or does not fit.
     """
     path = _recipe(str(path)) or Path(path)
-    readers = {".json": load_json, ".yaml": load_yaml, ".yml": load_yaml}
-    if path.suffix.lower() not in readers:
+    if path.suffix.lower() not in _READERS:
         raise OptionError(
-            f"Expected a config file ending in {', '.join(readers)}, or the name of a recipe; found {path.name!r}."
+            f"Expected a config file ending in {', '.join(_READERS)}, or the name of a recipe; found {path.name!r}."
             + did_you_mean(path.name, shipped_names("recipes", ".yaml"))
         )
-    try:
-        options = readers[path.suffix.lower()](path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"Cannot read the config {str(path)!r}: {error.strerror}.") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise OptionError(f"The config {str(path)!r} is not valid {path.suffix[1:].upper()}: {error}.") from None
+    options = read_options(path, "config")
     if not isinstance(options, dict):
         raise OptionError(f"Expected sections and options in {str(path)!r}; found {type(options).__name__}.")
     for text in overrides:
@@ -306,20 +301,30 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
     return FinetuneConfig.parse(options, owner=f"The config {path.name!r}")
 
 
+def read_options(path: Path, what: str) -> Any:
+    """Returns the content of a YAML or JSON file; raises OptionError, which calls the file ``what``, if it cannot."""
+    try:
+        return _READERS.get(path.suffix.lower(), load_yaml)(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"Cannot read the {what} {str(path)!r}: {error.strerror}.") from None
+    except (ValueError, yaml.YAMLError, RecursionError) as error:
+        raise OptionError(f"The {what} {str(path)!r} is not valid {path.suffix[1:].upper()}: {error}.") from None
+
+
 def _recipe(name: str) -> Path | None:
-    """Returns the file of a recipe of the package, for a name without folder and ending, which no config file has."""
+    """Returns the shipped recipe of this name; a name with a folder or an ending is a config file."""
     return shipped_file("recipes", f"{name}.yaml") if Path(name).name == name and not Path(name).suffix else None
 
 
 def apply_change(options: dict[str, Any], text: str) -> None:
-    """Changes options by a ``key=value`` text, in place; raises OptionError if it is none."""
+    """Changes options in place by a ``key=value`` text; raises OptionError if the text has another form."""
     key, equals, value = text.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise OptionError(f"Expected a change of the config as key=value, such as optimizer.lr=1e-4; found {text!r}.")
     place = options
     for part in parts[:-1]:
-        # A section that is null, or was left out, is made by its first option.
+        # The first option of a section that is null or absent creates it.
         if place.get(part) is None:
             place[part] = {}
         place = place[part]

@@ -1,8 +1,8 @@
-"""Examples as a model takes them: columns found, labels checked, images transformed, texts tokenised, batches made."""
+"""The data of a run: finds columns, checks labels, transforms images, tokenises texts and makes batches."""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from solver_plugins.errors import did_you_mean
 from solver_plugins.train.config import DataSection, FinetuneConfig
 from solver_plugins.train.errors import DataError
+from solver_plugins.train.preparation import image_preparation, text_preparation
 from solver_plugins.train.randomness import seed_for, seeded
 from solver_plugins.train.sources import load_split
 
@@ -27,9 +28,9 @@ class Splits:
     """Both splits, as they are stored.
 
     Attributes:
-        train: To train on.
-        eval: To evaluate on.
-        column: Of images or texts.
+        train: The training split.
+        eval: The evaluation split.
+        column: The column of images or texts.
         is_text: Whether they are texts.
         label: The column of labels.
         classes: The names of the classes, in the order of their numbers.
@@ -43,7 +44,7 @@ class Splits:
     classes: tuple[str, ...]
 
     def identity(self) -> dict[str, Any]:
-        """Returns what tells these examples from others: their number, their classes, and their labels in order."""
+        """Returns what identifies these examples: their number, their classes, and their labels in order."""
         both = [[str(one) for one in split[self.label]] for split in (self.train, self.eval)]
         labels = hashlib.sha256(json.dumps(both).encode()).hexdigest()
         return {"train": len(self.train), "eval": len(self.eval), "classes": list(self.classes), "labels": labels}
@@ -53,7 +54,7 @@ def load_splits(config: DataSection) -> Splits:
     """Loads and checks both splits.
 
     Raises:
-        DataError: If one is missing or empty, or has no such columns, or labels do not fit each other.
+        DataError: If a split is missing or empty, has no such columns, or its labels do not fit the other's.
     """
     train, evaluation = (load_split(config, split) for split in (config.train, config.eval))
     column = config.text or _column(train, config.image, _IMAGE_NAMES, "image")
@@ -111,7 +112,7 @@ def _check_labels(values: Any, classes: tuple[str, ...], where: str) -> None:
 
 
 def _check_classes(splits: Splits, config: DataSection) -> None:
-    """Checks that a number means the same class in both splits, and that what is evaluated was trained on."""
+    """Checks that a number means the same class in both splits, and that every evaluated class is trained."""
     names = getattr(splits.eval.features[splits.label], "names", None)
     if names and tuple(names) != splits.classes:
         raise DataError(
@@ -142,15 +143,15 @@ def _check_classes(splits: Splits, config: DataSection) -> None:
 class Examples(Dataset[dict[str, Any]]):
     """The examples of one split; an index is a pair of epoch and number.
 
-    Random augmentation depends on the seed and that pair alone: not on the process that reads an example, nor on what
-    was read before it, so a resumed run and a run of several processes see the same images.
+    Random augmentation depends only on the seed and that pair, not on the process that reads an example or on what
+    was read before. So a resumed run and a run of several processes see the same images.
 
     Args:
         found: The ``datasets.Dataset``.
         splits: What is known of it.
-        prepare: Makes the model's arguments of an image or text.
+        prepare: Turns an image or text into arguments of the model.
         seed: The run's seed.
-        name: Of the split, for messages.
+        name: What messages call the split.
     """
 
     def __init__(self, found: Any, splits: Splits, prepare: Callable[[Any], Any], seed: int, name: str):
@@ -178,63 +179,76 @@ class Examples(Dataset[dict[str, Any]]):
 
 
 class Order(Sampler[Any]):
-    """The order of one epoch: a permutation by seed and epoch, as many examples as make whole steps.
+    """The order of one epoch: a permutation that depends only on the seed and the epoch.
+
+    Args:
+        count: How many examples there are.
+        batch_size: Examples of one optimiser step.
+        seed: The run's seed.
+        rest: Whether leftover examples make a smaller step; by default an epoch leaves them out.
 
     Attributes:
-        epoch: Which one comes next.
-        skip: How many examples of it are done already.
+        steps: How many steps an epoch has.
+        epoch: The epoch that comes next.
+        skip: How many of its examples are already done.
     """
 
-    def __init__(self, count: int, batch_size: int, seed: int):
-        self.count, self.seed = count, seed
-        self.steps = count // batch_size
-        self.used = self.steps * batch_size
+    def __init__(self, count: int, batch_size: int, seed: int, rest: bool = False):
+        self.count, self.batch_size, self.seed = count, batch_size, seed
+        self.used = count if rest else count // batch_size * batch_size
+        self.steps = -(-self.used // batch_size)
         self.epoch = self.skip = 0
+
+    def numbers(self, epoch: int) -> Tensor:
+        """Returns the numbers of the examples of an epoch, in their order."""
+        generator = torch.Generator().manual_seed(seed_for(self.seed, "order", epoch))
+        return torch.randperm(self.count, generator=generator)[: self.used]
 
     def __len__(self) -> int:
         return self.used - self.skip
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        generator = torch.Generator().manual_seed(seed_for(self.seed, "order", self.epoch))
-        numbers = torch.randperm(self.count, generator=generator).tolist()
-        return iter([(self.epoch, number) for number in numbers[self.skip : self.used]])
-
-
-class InOrder(Sampler[Any]):
-    """Every example once, in its place."""
-
-    def __init__(self, count: int):
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return ((0, number) for number in range(self.count))
+        return iter([(self.epoch, number) for number in self.numbers(self.epoch)[self.skip :].tolist()])
 
 
 @dataclass(frozen=True)
 class Loaders:
-    """What a run reads from.
+    """What a run reads from: its training batches, epoch by epoch, and those to evaluate on.
 
     Attributes:
-        train: Batches of one process and pass.
-        order: Of the training examples.
-        eval: Batches of one process.
-        examples: The evaluation examples.
+        train: Batches of one process and pass, prepared or not.
+        order: The order of the training examples.
+        eval: Batches of one process, prepared or not.
     """
 
-    train: DataLoader[Any]
+    train: Any
     order: Order
-    eval: DataLoader[Any]
-    examples: Examples
+    eval: Any
+
+    @property
+    def steps(self) -> int:
+        """How many optimiser steps an epoch has."""
+        return self.order.steps
+
+    def start(self, epoch: int, step: int) -> Iterable[Batch]:
+        """Returns the training batches of an epoch that are left after this many steps of it."""
+        self.order.epoch, self.order.skip = epoch, step * self.order.batch_size
+        batches: Iterable[Batch] = self.train if step < self.steps else ()
+        return batches
+
+
+def example_of(loader: Any) -> Batch:
+    """Returns a batch of a loader's first two examples, for a pass that is only recorded or inspected."""
+    examples = loader.dataset
+    made: Batch = loader.collate_fn([examples[(0, 0)], examples[(0, 1 % len(examples))]])
+    return made
 
 
 def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: int) -> Loaders:
     """Makes the loaders for a model.
 
     Raises:
-        DataError: If there is less than one batch to train on, or the batch cannot be shared out.
+        DataError: If there is less than one batch to train on, or processes cannot share a batch evenly.
     """
     parts = processes * config.accumulation
     if config.batch_size % parts:
@@ -247,13 +261,14 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
             f"Expected at least one batch of {config.batch_size} to train on; found {len(splits.train)} examples. Set "
             "batch_size to at most that."
         )
-    prepare_train, prepare_eval, collate = _preparation(config, splits, model)
+    prepare = text_preparation if splits.is_text else image_preparation
+    prepare_train, prepare_eval, collate = prepare(config, model)
     train = Examples(splits.train, splits, prepare_train, config.seed, f"the split {config.data.train!r}")
     evaluation = Examples(splits.eval, splits, prepare_eval, config.seed, f"the split {config.data.eval!r}")
     order = Order(len(train), config.batch_size, config.seed)
 
-    def loader(examples: Examples, sampler: Sampler[Any], size: int) -> DataLoader[Any]:
-        # A generator of its own: making an iterator draws a number, and must not draw it from the solvers' source.
+    def loader(examples: Examples, sampler: Any, size: int) -> DataLoader[Any]:
+        # Making an iterator draws a number; its own generator keeps it from changing what solvers sample.
         own = torch.Generator().manual_seed(config.seed)
         workers = config.data.workers
         return DataLoader(
@@ -264,23 +279,5 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
     return Loaders(
         loader(train, order, config.batch_size // parts),
         order,
-        loader(evaluation, InOrder(len(evaluation)), max(1, config.batch_size // processes)),
-        evaluation,
+        loader(evaluation, [(0, one) for one in range(len(evaluation))], max(1, config.batch_size // processes)),
     )
-
-
-def _preparation(config: FinetuneConfig, splits: Splits, model: Any) -> tuple[Any, Any, Any]:
-    if splits.is_text:
-        from solver_plugins.train.preparation import text_preparation
-
-        return text_preparation(config, model)
-    from solver_plugins.train.preparation import image_preparation
-
-    return image_preparation(config, model)
-
-
-def arguments_of(batch: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Returns positional and keyword arguments of the model's forward for a batch."""
-    if "image" in batch:
-        return (batch["image"].to(dtype),), {}
-    return (), {key: value for key, value in batch.items() if key != "labels"}

@@ -1,18 +1,19 @@
-"""How the solver blocks of a model in training are: their constants and residuals, and which one is worst."""
+"""The solver blocks of a model in training: their constants and residuals, and which block is worst."""
 
 import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import solver_report
-from solver_plugins.train.data import arguments_of
+from solver_plugins.train.classification import arguments_of
+from solver_plugins.train.data import Batch, example_of
 from solver_plugins.train.randomness import seeded
 
 
-def _inputs(batch: dict[str, Tensor], dtype: torch.dtype) -> Any:
+def _inputs(batch: Batch, dtype: torch.dtype) -> Any:
     args, keywords = arguments_of(batch, dtype)
     return args or keywords
 
@@ -20,10 +21,9 @@ def _inputs(batch: dict[str, Tensor], dtype: torch.dtype) -> Any:
 def block_rows(
     model: nn.Module, loader: Any, dtype: torch.dtype, place: tuple[int | str, ...]
 ) -> dict[str, dict[str, float | None]]:
-    """Returns ``L`` and the residual of each block's last iterate, on the first example of a split."""
-    examples = [loader.dataset[(0, 0)], loader.dataset[(0, 1 % len(loader.dataset))]]
+    """Returns ``L`` and the last residual of each block, on the first examples of a split."""
     device = next(model.parameters()).device
-    batch = {key: value.to(device) for key, value in loader.collate_fn(examples).items()}
+    batch = {key: value.to(device) for key, value in example_of(loader).items()}
     training = model.training
     with seeded(*place, "blocks", devices=True):
         try:
@@ -35,18 +35,18 @@ def block_rows(
 
 
 def _number(value: float | None) -> float | None:
-    """JSON has no infinity."""
+    """Returns None for what JSON cannot hold."""
     return value if value is not None and math.isfinite(value) else None
 
 
-def worst_block(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> str:
-    """Returns a sentence about the block with the worst residual on a batch, or why none can be told."""
+def worst_block(model: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
+    """Returns a sentence about the block with the worst residual on a batch, or about why it is unknown."""
     try:
         found = solver_report(model, _inputs(batch, dtype)).blocks
     except SolverPluginsError as error:
         return f" The blocks could not be looked at: {error}"
     lost = [block for block in found if block.verdict == "not finite"]
-    # The first one that is not finite: those behind it got what it made.
+    # The first block that is not finite: the ones behind it only received its output.
     worst = lost[0] if lost else max(found, key=lambda block: block.last_residual or 0.0)
     scale = "" if worst.scale is None else f", scale {worst.scale:.3g} of the plain layer's"
     return f" The worst block is {worst.name!r}: residual {worst.last_residual:.3g}, L {worst.L:.3g}{scale}."

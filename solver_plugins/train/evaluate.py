@@ -1,4 +1,4 @@
-"""Accuracy and loss on a split: every example counted once, several trials where a model samples."""
+"""Accuracy and loss on a split: every example counts once, and a model that samples is evaluated several times."""
 
 import math
 import statistics
@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
 from solver_plugins.blocks import blocks_of
-from solver_plugins.train.data import arguments_of
+from solver_plugins.train.classification import logits_of
 from solver_plugins.train.errors import DataError
+from solver_plugins.train.launch import Alone
 from solver_plugins.train.randomness import seeded
 
 
@@ -22,7 +23,7 @@ class Scores:
     """What an evaluation found.
 
     Attributes:
-        accuracy: Share of right answers, in percent; the mean over the trials.
+        accuracy: Percentage of correct answers, averaged over the trials.
         accuracy_std: Standard deviation over the trials; 0 for a single one.
         loss: Mean cross entropy.
         trials: How many there were.
@@ -37,39 +38,30 @@ class Scores:
 
 
 def samples_in_evaluation(model: nn.Module) -> bool:
-    """Whether two evaluations of a model differ."""
+    """Whether a model samples in evaluation, so that two evaluations differ."""
     return any(
         block.solver.samples != "nothing" and block.solver.samples_in_evaluation for block in blocks_of(model).values()
     )
 
 
-def logits_of(model: nn.Module, batch: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Runs a model of timm or transformers on a batch."""
-    args, keywords = arguments_of(batch, dtype)
-    result: Any = model(*args, **keywords)
-    logits: Tensor = getattr(result, "logits", result)
-    # A loss needs more precision than autocast leaves.
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
 @torch.no_grad()
 def evaluate(
-    accelerator: Accelerator,
+    accelerator: Accelerator | Alone,
     model: nn.Module,
     loader: Any,
     dtype: torch.dtype,
     place: tuple[int | str, ...],
     trials: int,
 ) -> Scores:
-    """Evaluates a model; random numbers and its mode are as before.
+    """Evaluates a model; its mode and the random state stay as they were.
 
     Args:
-        accelerator: Of the run.
+        accelerator: Of the run, or the process by itself.
         model: The model, prepared or not.
-        loader: Prepared batches.
-        dtype: Of the inputs.
-        place: Where in the run this is, for the random numbers of a model that samples.
-        trials: How often such a model is evaluated; another one is evaluated once.
+        loader: Batches of the split, prepared, with the split as their ``dataset``.
+        dtype: The dtype of the inputs.
+        place: Where in the run this is; it seeds the random numbers of a model that samples.
+        trials: How often a model that samples in evaluation is evaluated; any other is evaluated once.
     """
     count = len(loader.dataset)
     trials = trials if samples_in_evaluation(model) else 1
@@ -94,7 +86,7 @@ def evaluate(
 
 
 def _pass(
-    accelerator: Accelerator, model: nn.Module, loader: Any, dtype: torch.dtype, count: int, bar: Any
+    accelerator: Accelerator | Alone, model: nn.Module, loader: Any, dtype: torch.dtype, count: int, bar: Any
 ) -> tuple[int, float]:
     right, seen, losses = 0, 0, []
     for batch in loader:
@@ -103,7 +95,7 @@ def _pass(
         labels = batch["labels"]
         loss = functional.cross_entropy(logits, labels, reduction="none")
         hits = logits.argmax(-1) == labels
-        # Also drops the examples that fill up the last batch of several processes.
+        # This also drops the examples that pad the last batch of several processes.
         gathered, hits = accelerator.gather_for_metrics((loss, hits))
         right += int(hits.sum())
         seen += len(hits)

@@ -1,9 +1,9 @@
-"""The finished model as a folder of safetensors and JSON, for ``solver_plugins.load``, timm and transformers."""
+"""Exports a trained model as a folder of safetensors and JSON, for ``solver_plugins.load``, timm and transformers."""
 
 import copy
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accelerate import Accelerator
 from torch import nn
@@ -13,34 +13,29 @@ from solver_plugins.integrations import save
 from solver_plugins.integrations.folder import new_folder
 from solver_plugins.integrations.heads import head_of
 from solver_plugins.train.config import FinetuneConfig
-from solver_plugins.train.processes import is_sharded
-
-if TYPE_CHECKING:
-    from solver_plugins.train.loop import Loop
+from solver_plugins.train.launch import is_sharded
 
 
 def skeleton_of(model: nn.Module, accelerator: Accelerator) -> nn.Module | None:
-    """Returns a copy that whole weights can be loaded into, where training will share them out."""
+    """Returns a copy for the whole weights if training will shard them; else None."""
     return copy.deepcopy(model) if is_sharded(accelerator) else None
 
 
 def export_model(
-    config: FinetuneConfig, accelerator: Accelerator, loop: "Loop", skeleton: nn.Module | None, folder: Path
+    config: FinetuneConfig, accelerator: Accelerator, model: nn.Module, weights: dict[str, Any] | None, folder: Path
 ) -> int:
-    """Saves the model that counts; call it in all processes. Returns its number of parameters.
+    """Saves a trained model and returns the number of its parameters; call it in all processes.
+
+    If training has sharded the weights, pass the copy of :func:`skeleton_of` and the whole ``weights``, which the first
+    process loads into it.
 
     Raises:
-        SavingError: If it could not be loaded again.
+        SavingError: If the model could not be loaded again.
     """
-    if skeleton is not None:
-        weights = accelerator.get_state_dict(loop.model)
-        model = skeleton
-        if accelerator.is_main_process:
-            model.load_state_dict(weights)
-    else:
-        model = loop.inner if loop.ema is None else loop.ema.module
+    if weights is not None and accelerator.is_main_process:
+        model.load_state_dict(weights)
     if accelerator.is_main_process:
-        # An export that was interrupted before its result was written down is made anew.
+        # An earlier export may have been interrupted before its result was written.
         shutil.rmtree(folder, ignore_errors=True)
         training = model.training
         model.eval()
@@ -55,11 +50,11 @@ def export_model(
 
 
 def _save_plain(model: nn.Module, config: FinetuneConfig, folder: Path) -> None:
-    """Saves a model without solvers as its host does."""
+    """Saves a model without solvers as its library does."""
     with new_folder(folder, overwrite=True) as made:
         if hasattr(model, "save_pretrained"):
-            host: Any = model
-            host.save_pretrained(made)
+            saves: Any = model
+            saves.save_pretrained(made)
             return
         from timm.models import save_for_hf
 

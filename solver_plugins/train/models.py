@@ -1,4 +1,4 @@
-"""The networks of a run: built for the number of classes, with own weights where asked, and with a head."""
+"""The networks of a run: built for the data's classes, given weights from a file where asked, and with a head."""
 
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from solver_plugins.integrations.models import ModelError, load_model
 from solver_plugins.integrations.weights import load_in_order, read_weights
 from solver_plugins.train.config import FinetuneConfig, HeadSection, ModelSection
 from solver_plugins.train.data import Splits
+from solver_plugins.train.errors import summary_of
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -42,11 +43,11 @@ def build_model(config: FinetuneConfig, splits: Splits) -> nn.Module:
 
 
 def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.Module:
-    """Builds a model of timm for so many classes, whatever its own weights are for; raises as :func:`build_model`."""
+    """Builds a timm model for these classes, whatever its weights were trained for; raises as :func:`build_model`."""
     if section.weights is None:
         return load_model(section.spec, section.pretrained, num_classes=classes, **args)
     state = read_weights(section.weights)
-    # The file's classifier may have other classes: it is built as the file has it, and then made anew.
+    # The file's classifier may have other classes: build it as in the file, then replace it.
     plain = load_model(section.spec, num_classes=classes, **args)
     rows = _rows_of_classifier(state, plain)
     if rows is None or rows == classes:
@@ -57,7 +58,7 @@ def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.
 
 
 def _rows_of_classifier(state: dict[str, Tensor], model: Any) -> int | None:
-    """Returns how many classes a state dict is for: by the classifier's name, else by its last matrix."""
+    """Returns the number of classes of a state dict: from its classifier, else from its last matrix."""
     name = getattr(model, "pretrained_cfg", {}).get("classifier")
     if isinstance(name, str) and f"{name}.weight" in state:
         return state[f"{name}.weight"].shape[0]
@@ -105,9 +106,8 @@ def _transformers(section: ModelSection, args: dict[str, Any], splits: Splits) -
     except ModelError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
         raise ModelError(
-            f"{auto.__name__} of {source!r} cannot be built: {type(error).__name__}: {lines[0]} Looked for the folder "
+            f"{auto.__name__} of {source!r} cannot be built: {summary_of(error)} Looked for the folder "
             f"{source!r}, in the cache of Hugging Face, and on its hub. Options without a network: a folder that was "
             "downloaded elsewhere (hf/FOLDER), or HF_HOME set to a filled cache, with HF_HUB_OFFLINE=1."
         ) from error

@@ -1,4 +1,4 @@
-"""All options of a run in one listing: names, defaults and meanings, as they stand in the config's fields."""
+"""Lists all options of a run: names, defaults and meanings, from the fields of the config."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from solver_plugins.train.config import FinetuneConfig
 
 
 def list_options() -> str:
-    """Returns every option with its default, as YAML with comments; sections that are off by default are so marked."""
+    """Returns every option with its default as commented YAML, marking sections that are off by default."""
     return "\n".join(_lines(FinetuneConfig, "")) + "\n"
 
 

@@ -1,8 +1,10 @@
-"""The folder of a run: what it holds, and whose it is."""
+"""The output folder of a run: its files, and the checks before anything is written to it."""
 
+import contextlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +20,76 @@ CHECKPOINTS = "checkpoints"
 MODEL = "model"
 RESULT = "result.json"
 ARMS = ("solver", "baseline", "plain")
-_FREE = ("output", "trackers", "checkpoints")
+_FREE = {"output", "trackers", "checkpoints"}
 """What may differ between a run and its continuation."""
 
 
 def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
-    """Checks that the folder of a run is free, may be replaced, or is the one to continue; writes nothing.
+    """Checks that the output folder is free, may be replaced, or holds the run to continue; writes nothing.
 
     Raises:
-        OutputError: If it holds something else, another run, or none to continue.
+        OutputError: If it holds something else, or a run that must not be replaced or continued.
     """
     place = Path(config.output).expanduser()
-    if place.exists() and not place.is_dir():
-        raise OutputError(f"Expected a folder for output; {str(place)!r} is a file.")
-    held = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
-    is_run = CONFIG in held
-    if held and not is_run:
-        raise OutputError(
-            f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of finetune: choose "
-            "another output=."
-        )
-    if is_run and not (resume or overwrite):
+    if not holds_run(place, CONFIG, "finetune", "output="):
+        return
+    if not (resume or overwrite):
         raise OutputError(
             f"The output folder {str(place)!r} already holds a run: continue it with --resume, replace it with "
             "--overwrite, or choose another output=."
         )
-    if is_run and resume:
-        _check_same(config, place)
+    if resume:
+        before, now = FinetuneConfig.from_file(place / CONFIG).options(), config.options()
+        kept = [key for key in now if key not in _FREE]
+        advice = "use the same config, or --overwrite"
+        check_same(place, {key: before[key] for key in kept}, {key: now[key] for key in kept}, advice)
+
+
+def holds_run(place: Path, marker: str, command: str, option: str) -> bool:
+    """Whether a folder holds a run of a command, recognised by a marker file.
+
+    Raises:
+        OutputError: If it holds something else; the message advises another folder, chosen by the option.
+    """
+    if place.exists() and not place.is_dir():
+        raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")
+    held = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    if held and marker not in held:
+        raise OutputError(
+            f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of {command}: choose "
+            f"another {option}."
+        )
+    return bool(held)
+
+
+def check_same(place: Path, before: dict[str, Any], now: dict[str, Any], advice: str) -> None:
+    """Raises OutputError, with this advice, unless the run in a folder has the options of the one to continue it."""
+    different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if different:
+        key = different[0]
+        raise OutputError(
+            f"The run in {str(place)!r} has another {', '.join(different)} (there {key}: {before.get(key)!r}, now "
+            f"{now.get(key)!r}), so it cannot be continued; {advice}."
+        )
+
+
+def remove_run(place: Path, *names: str) -> None:
+    """Removes files of a run. Name the marker last: if the removal is interrupted, the rest still counts as a run."""
+    for path in (place / name for name in names):
+        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
-    """Checks that a run that is continued goes on with the examples it began with.
+    """Checks that a continued run has the examples that it began with.
 
     Raises:
-        OutputError: If there are others.
+        OutputError: If the examples differ.
     """
     place = Path(config.output).expanduser()
     try:
         before = json.loads((place / DATA).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # Nothing was begun.
+        # The run had not begun.
         return
     different = [key for key in data if data[key] != before.get(key)]
     if different:
@@ -69,49 +101,38 @@ def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
 
 
 def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> None:
-    """Makes the folder of a checked run, empty but for its config and what is known of its data.
-
-    One that is continued stays as it is.
-    """
+    """Makes the output folder, with nothing but the config and the data's identity; keeps a run to continue."""
     place = Path(config.output).expanduser()
     if (place / CONFIG).is_file():
         if resume:
             if not (place / DATA).is_file():
-                # Killed between the two.
+                # The run was killed between writing the two files.
                 write_whole(place / DATA, json.dumps(data))
             return
-        # The config last: what is left of an interrupted removal is a run still.
-        for name in (*ARMS, "logs", RESULTS, REPORT, DATA, CONFIG):
-            path = place / name
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        remove_run(place, *ARMS, "logs", RESULTS, REPORT, DATA, CONFIG)
     place.mkdir(parents=True, exist_ok=True)
     write_whole(place / CONFIG, config.to_yaml())
     write_whole(place / DATA, json.dumps(data))
 
 
-def _check_same(config: FinetuneConfig, place: Path) -> None:
-    before = FinetuneConfig.from_file(place / CONFIG).options()
-    now = config.options()
-    different = [key for key in now if key not in _FREE and now[key] != before[key]]
-    if different:
-        key = different[0]
-        raise OutputError(
-            f"The run in {str(place)!r} has another {', '.join(different)} (there {key}: {before[key]!r}, now "
-            f"{now[key]!r}), so it cannot be continued; use the same config, or --overwrite."
-        )
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file so that it is whole or as it was."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+@contextlib.contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path that replaces the file once it is written, so the file is complete or unchanged."""
+    # With the same ending, which tells some writers the format.
+    partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        yield partial
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file so that it is complete or unchanged, even if the machine stops."""
+    with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""Looks into the pickles of a checkpoint before Accelerate and torch load them, some without asking what is inside."""
+"""Checks the pickles of a checkpoint before Accelerate and torch load them, some of them without any check."""
 
 import io
 import pickle
@@ -25,7 +25,7 @@ _HARMLESS = {
 
 
 def check_is_data(file: Path) -> None:
-    """Raises some error if a file of a checkpoint is a pickle that holds more than data; runs nothing of it."""
+    """Raises an error if a file of a checkpoint is a pickle that holds more than data; executes nothing in it."""
     if file.suffix in _PICKLES:
         load_as_data(file, map_location="cpu", weights_only=True)
     elif file.name == _METADATA:
@@ -33,7 +33,7 @@ def check_is_data(file: Path) -> None:
             contents = _DataUnpickler(stream).load()
         for index, place in contents.storage_data.items():
             if isinstance(contents.state_dict_metadata.get(index.fqn), BytesStorageMetadata):
-                # An option of the optimiser, which torch unpickles.
+                # An option of the optimiser; torch unpickles it.
                 with (file.parent / place.relative_path).open("rb") as stream:
                     stream.seek(place.offset)
                     torch.load(io.BytesIO(stream.read(place.length)), weights_only=True)

@@ -1,29 +1,29 @@
-"""The dry run: what a config amounts to, before anything is trained or written."""
+"""The dry run: what a run will do, before anything is trained or written."""
 
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.utils import set_seed
+from torch import nn
 
 from solver_plugins.surgery import Report, inspect_model
 from solver_plugins.train.additions import Additions
+from solver_plugins.train.arms import arms_of, make_arm
 from solver_plugins.train.config import FinetuneConfig
-from solver_plugins.train.data import load_splits, make_loaders
-from solver_plugins.train.loop import make_optimizer, make_schedule
-from solver_plugins.train.models import DTYPES, attach_head, build_model
+from solver_plugins.train.data import load_splits
+from solver_plugins.train.finetune import train_settings
+from solver_plugins.train.launch import end_processes, make_accelerator
+from solver_plugins.train.optimizer import make_optimizer, make_schedule
 from solver_plugins.train.outputs import check_output
 from solver_plugins.train.preparation import image_settings
-from solver_plugins.train.processes import end_processes, make_accelerator
-from solver_plugins.train.run import arms_of, example_of
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run will do.
+    """What a dry run found.
 
     Attributes:
         config: All settings, defaults included.
-        lines: What is known of data, model and cost, one sentence each.
+        lines: Sentences about data, model, training and cost.
         blocks: What the conversion will do; None for a plain model.
     """
 
@@ -33,28 +33,28 @@ class RunPlan:
 
 
 def plan_run(config: FinetuneConfig) -> RunPlan:
-    """Loads data and model, makes the optimiser and looks at the conversion; raises what the run would raise first."""
+    """Makes the data, the first model and its optimiser as the run does, so that it raises what the run would."""
     accelerator = None
     try:
         accelerator = make_accelerator(config)
         splits = load_splits(config.data)
-        # Whether a run there is continued or replaced is not asked yet.
+        # A run there may still be continued or replaced.
         check_output(config, resume=False, overwrite=True)
-        set_seed(config.seed)
-        model = build_model(config, splits)
-        loaders = make_loaders(config, splits, model, accelerator.num_processes)
-        example = example_of(loaders, DTYPES[config.model.dtype])
-        if config.head is not None:
-            attach_head(model, config.head)
-        optimizer = make_optimizer(config, model)
-        make_schedule(config, optimizer, loaders.order.steps)
-        additions = Additions(config, model, optimizer)
+        reports: list[Report] = []
+
+        def inspect(model: nn.Module, example: Any) -> None:
+            assert config.solver is not None
+            reports.append(inspect_model(model, config.solver, example_inputs=example))
+
+        model, loaders = make_arm(config, splits, arms_of(config)[0], accelerator.num_processes, inspect)
+        steps = loaders.order.steps
+        optimizer = make_optimizer(train_settings(config), model)
+        make_schedule(train_settings(config), optimizer, steps)
+        additions = Additions(config.proxprop, config.regularizer)
+        additions.attach(model, optimizer)
         added = additions.describe()
         if config.head is not None:
             added.append(f"head: an equilibrium of {config.head.layers} layers, solved by {config.head.solver}")
-        additions.remove()
-        report = None if config.solver is None else inspect_model(model, config.solver, example_inputs=example)
-        steps = loaders.order.steps * config.epochs
         parameters = sum(parameter.numel() for parameter in model.parameters())
         size = (
             "" if splits.is_text else f", images of {'x'.join(map(str, image_settings(config, model)['input_size']))}"
@@ -63,24 +63,24 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
             f"data: {config.data.name}: {len(splits.train)} examples to train on, {len(splits.eval)} to evaluate on, "
             f"{len(splits.classes)} classes{size}",
             f"model: {config.model.spec} ({type(model).__name__}), {parameters:,} parameters, {config.model.dtype}",
-            f"arms: {', '.join(arms_of(config))}",
-            f"steps: {config.epochs} epochs of {loaders.order.steps} = {steps} for each arm, "
+            f"runs: {', '.join(arms_of(config))}",
+            f"steps: {config.epochs} epochs of {steps} = {config.epochs * steps} for each run, "
             f"{config.batch_size} examples each ({accelerator.num_processes} processes x {config.accumulation} passes "
             f"x {config.batch_size // accelerator.num_processes // config.accumulation})",
             f"optimizer: {type(optimizer).__name__}, lr {config.optimizer.lr:g}, "
             + ("constant" if config.schedule is None else f"schedule {config.schedule.sched}"),
             *added,
-            *_cost(report, steps * config.batch_size),
+            *(_cost(reports[0], config.epochs * steps * config.batch_size) if reports else ()),
             f"output: {config.output}",
         ]
-        return RunPlan(config, tuple(lines), report)
+        return RunPlan(config, tuple(lines), reports[0] if reports else None)
     finally:
         end_processes(accelerator)
 
 
-def _cost(report: Report | None, examples: int) -> list[str]:
-    """Says what the solver costs; a backward pass takes about twice its forward pass."""
-    if report is None or not report.totals["plain_flops"]:
+def _cost(report: Report, examples: int) -> list[str]:
+    """Returns a sentence about the cost; a backward pass takes about twice as long as a forward pass."""
+    if not report.totals["plain_flops"]:
         return []
     totals: dict[str, Any] = report.totals
     plain, solver = (3 * examples * totals[key] / 1e12 for key in ("plain_flops", "flops"))

@@ -1,4 +1,4 @@
-"""From an image or a text to what a model takes: timm's transforms, and the tokenizer of the model's folder."""
+"""Turns images and texts into what a model takes: timm's transforms, and the model's tokenizer."""
 
 import json
 from collections.abc import Callable
@@ -9,27 +9,27 @@ import torch
 
 from solver_plugins.errors import OptionError
 from solver_plugins.train.config import FinetuneConfig
-from solver_plugins.train.errors import DataError
+from solver_plugins.train.errors import DataError, summary_of
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 class ImageTransform:
-    """Gives an image the model's number of channels, then transforms it; a class, so that workers can be sent it."""
+    """Converts an image to the model's channels and transforms it; a class, so that it can be sent to workers."""
 
     def __init__(self, mode: str, transform: Callable[[Any], Any]):
         self.mode, self.transform = mode, transform
 
     def __call__(self, image: Any) -> Any:
-        """Returns a tensor of an image (of PIL)."""
+        """Returns the tensor of a PIL image."""
         return self.transform(image if image.mode == self.mode else image.convert(self.mode))
 
 
 def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]:
-    """Returns the transforms for training and evaluation, and what makes a batch.
+    """Returns the transforms for training and evaluation, and the function that makes a batch.
 
     Raises:
-        DataError: If the model takes images of a number of channels that there are no images of.
+        DataError: If there are no images with the model's number of channels.
         OptionError: If timm does not know the policy ``augmentation.auto_augment``.
     """
     from timm.data.transforms_factory import create_transform
@@ -65,7 +65,7 @@ def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any
 
 
 def image_settings(config: FinetuneConfig, model: Any) -> dict[str, Any]:
-    """Returns input size, mean, deviation and interpolation: of the config, else of the model."""
+    """Returns input size, mean, deviation and interpolation, from the config or else from the model."""
     from timm.data.config import resolve_model_data_config
 
     given = config.data
@@ -89,13 +89,13 @@ def image_settings(config: FinetuneConfig, model: Any) -> dict[str, Any]:
             values = [sum(values) / len(values)] * channels
         known[key] = tuple(values)
     if given.image_size is not None or max(size) < 64:
-        # Cropping the border of a small image loses what it shows.
+        # Cropping the border of a small image would cut off its content.
         known["crop_pct"] = 1.0
     return {**known, "input_size": (channels, *size)}
 
 
 def remember_data(config: FinetuneConfig, model: Any, classes: tuple[str, ...]) -> None:
-    """Writes down in a timm model how images are prepared and what the classes are called, for those who load it."""
+    """Records in a timm model how images are prepared and what the classes are called, for its export."""
     known = getattr(model, "pretrained_cfg", None)
     if not isinstance(known, dict):
         return
@@ -106,7 +106,7 @@ def remember_data(config: FinetuneConfig, model: Any, classes: tuple[str, ...]) 
 
 
 def _processor(config: FinetuneConfig) -> dict[str, Any]:
-    """Returns mean and deviation of a transformers folder's image processor, where there is one."""
+    """Returns mean and deviation from a transformers folder's image processor, if it has one."""
     file = Path(config.model.spec.removeprefix("hf/")).expanduser() / "preprocessor_config.json"
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
@@ -124,7 +124,7 @@ def collate_images(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class Tokens:
-    """Makes tokens of a text, and batches of them: as long as the longest one."""
+    """Tokenises texts and makes batches, padded to the longest text."""
 
     def __init__(self, tokenizer: Any, max_length: int):
         self.tokenizer, self.max_length = tokenizer, max_length
@@ -142,10 +142,10 @@ class Tokens:
 
 
 def text_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]:
-    """Returns the tokenizer for training and evaluation, and what makes a batch.
+    """Returns the tokenizer for training and for evaluation, and the function that makes a batch.
 
     Raises:
-        DataError: If the model is none of transformers, or comes without a tokenizer.
+        DataError: If the model is not a transformers model, or comes without a tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -155,10 +155,7 @@ def text_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
     except Exception as error:
-        lines = str(error).strip().splitlines() or [""]
-        raise DataError(
-            f"Expected a tokenizer beside the model {source!r}; reading it: {type(error).__name__}: {lines[0]}"
-        ) from error
+        raise DataError(f"Expected a tokenizer beside the model {source!r}; reading it: {summary_of(error)}") from error
     if tokenizer.pad_token is None:
         raise DataError(f"The tokenizer of {source!r} has no padding token, which batches of texts need.")
     tokens = Tokens(tokenizer, config.data.max_length)

@@ -1,4 +1,4 @@
-"""Random numbers that depend on a seed and a place in the run, and leave the global generators alone."""
+"""Random numbers that depend on a seed and a place in the run, and do not disturb the global generators."""
 
 import contextlib
 import hashlib
@@ -17,11 +17,11 @@ def seed_for(*place: int | str) -> int:
 
 @contextlib.contextmanager
 def seeded(*place: int | str, devices: bool = False) -> Iterator[None]:
-    """Seeds Python's, numpy's and torch's generators inside of the block, and puts them back behind it.
+    """Seeds the generators of Python, numpy and torch inside the block, and restores them afterwards.
 
     Args:
         *place: See :func:`seed_for`.
-        devices: Whether the generators of accelerators are used, too.
+        devices: Whether to include the generators of accelerators.
     """
     seed = seed_for(*place)
     python, array = random.getstate(), numpy.random.get_state()
@@ -29,7 +29,7 @@ def seeded(*place: int | str, devices: bool = False) -> Iterator[None]:
         try:
             random.seed(seed)
             numpy.random.seed(seed)
-            # Not torch.manual_seed: that would seed accelerators, too.
+            # torch.manual_seed would also seed accelerators.
             torch.default_generator.manual_seed(seed)
             if devices and torch.cuda.is_available():
                 torch.cuda.manual_seed(seed)

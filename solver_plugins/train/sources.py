@@ -1,4 +1,4 @@
-"""Where examples come from: the embedded digits, folders, files, and the hub, all through ``datasets``."""
+"""Loads examples through ``datasets``: the embedded digits, folders, files and the hub."""
 
 import difflib
 import glob
@@ -7,7 +7,7 @@ from typing import Any
 
 from solver_plugins.errors import did_you_mean
 from solver_plugins.train.config import DataSection
-from solver_plugins.train.errors import DataError
+from solver_plugins.train.errors import DataError, summary_of
 
 _IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 _TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
@@ -25,7 +25,7 @@ def load_split(config: DataSection, split: str) -> Any:
     """Returns one split as a ``datasets.Dataset``.
 
     Raises:
-        DataError: If there is no such data set or split, saying where was looked, or the split is empty.
+        DataError: If there is no such data set or split (the message says where it looked), or the split is empty.
     """
     try:
         found = _load(config, split)
@@ -41,7 +41,7 @@ def load_split(config: DataSection, split: str) -> Any:
 def _load(config: DataSection, split: str) -> Any:
     import datasets
 
-    # Bars of our own are enough.
+    # We show our own progress bars.
     datasets.disable_progress_bars()
     if config.name == "digits":
         return _sliced(_digits(), split, "digits")
@@ -64,7 +64,7 @@ def _from_folder(place: Path, split: str, config: DataSection) -> Any:
     if (place / "dataset_dict.json").is_file() or (place / "state.json").is_file():
         saved = datasets.load_from_disk(str(place))
         if not isinstance(saved, datasets.DatasetDict):
-            # A single split carries its own name; slices of it serve as both.
+            # A single split keeps its name; slices of it can serve as both splits.
             saved = datasets.DatasetDict({str(saved.split or "train"): saved})
         return _sliced(saved, split, str(place))
     files = [path for path in place.rglob("*") if path.is_file() and not path.name.startswith(".")]
@@ -84,8 +84,8 @@ def _from_folder(place: Path, split: str, config: DataSection) -> Any:
 def _from_images(place: Path, split: str) -> Any:
     """Reads SPLIT/CLASS/IMAGE, or CLASS/IMAGE as the split ``train``.
 
-    The folders of the splits are named to ``datasets``: left to itself it also takes a class called ``train_station``
-    for one.
+    The folders of the splits are given explicitly: ``datasets`` would also take a class called ``train_station`` for
+    a split.
     """
     import datasets
 
@@ -150,16 +150,11 @@ def _sliced(splits: Any, split: str, name: str) -> Any:
 
 
 def _explained(config: DataSection, split: str, error: Exception) -> DataError:
-    lines = str(error).strip().splitlines() or [""]
-    if Path(config.name).expanduser().exists() or config.name == "digits":
-        return DataError(
-            f"Cannot load the split {split!r} of {config.name!r}: {type(error).__name__}: {lines[0]} Expected the name "
-            "of a split that is there, or a slice of one such as 'train[:80%]'."
-        )
-    return DataError(
-        f"Cannot load the split {split!r} of {config.name!r}: {type(error).__name__}: {lines[0]} Looked for a folder "
-        f"or file of that name, in the cache of Hugging Face, and on its hub.{_folders_like(config.name)} {_options()}"
-    )
+    advice = "Expected the name of a split that is there, or a slice of one such as 'train[:80%]'."
+    if not (Path(config.name).expanduser().exists() or config.name == "digits"):
+        advice = "Looked for a folder or file of that name, in the cache of Hugging Face, and on its hub."
+        advice += f"{_folders_like(config.name)} {_options()}"
+    return DataError(f"Cannot load the split {split!r} of {config.name!r}: {summary_of(error)} {advice}")
 
 
 def _folders_like(name: str) -> str:

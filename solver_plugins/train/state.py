@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside weights and optimiser: step sizes, and the place in the run."""
+"""What a checkpoint holds besides weights and optimiser: step sizes, and how far training has come."""
 
 import json
 from dataclasses import asdict, dataclass, field, fields
@@ -11,24 +11,24 @@ from solver_plugins.integrations.steps import step_state
 
 
 class StepSizes:
-    """The buffers behind the steps of every block: no part of a state dict, and a resumed run needs these very ones.
+    """The buffers behind the step sizes of all blocks: a resumed run needs them, but no state dict holds them.
 
     Args:
-        model: A model with blocks, or without.
+        model: A model, with or without blocks.
     """
 
     def __init__(self, model: nn.Module):
         self.model = model
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns copies of all of them, by name."""
+        """Returns copies of the buffers, by name."""
         return {name: buffer.detach().cpu().clone() for name, buffer in step_state(self.model).items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Writes them back, in place.
+        """Writes the buffers back, in place.
 
         Raises:
-            KeyError: If these are of another model.
+            KeyError: If they belong to another model.
         """
         own = step_state(self.model)
         if own.keys() != state.keys():
@@ -40,30 +40,36 @@ class StepSizes:
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """How far training has come.
 
     Attributes:
         epoch: The epoch that is under way.
         step_in_epoch: How many optimiser steps of it are done.
         step: How many are done in all.
-        loss: Sum of the training losses of this epoch.
+        loss: Sum of the losses of this epoch so far.
+        last_loss: The loss of the last step; None before the first.
+        epoch_loss: The mean loss of the last epoch that was completed; None before that.
+        seconds: Spent in training, on the clock.
+        cpu_seconds: Spent in training, by all threads of this process.
         rows: What was measured so far, one row per epoch.
-        seconds: Spent in training.
     """
 
     epoch: int = 0
     step_in_epoch: int = 0
     step: int = 0
     loss: float = 0.0
+    last_loss: float | None = None
+    epoch_loss: float | None = None
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, str]:
-        """Returns all of it as JSON: nothing that unpickling could run."""
+        """Returns everything as JSON, so that loading cannot run code."""
         return {"progress": json.dumps(asdict(self))}
 
     def load_state_dict(self, state: dict[str, str]) -> None:
-        """Takes over all of it."""
+        """Restores everything."""
         found = json.loads(state["progress"])
         for one in fields(self):
             setattr(self, one.name, found[one.name])

@@ -298,6 +298,8 @@ class Reference:
         if not here:
             # An activation that serves one layer alone may miss it.
             self.refusable |= act in self._private and act in self.outlets.values()
+            # Without gradients nobody knows whether it is what another layer waits for, hidden by some operation.
+            self.refusable |= act in self.outlets.values() and not torch.is_grad_enabled()
             return torch.relu(value.tensor)
         waiting = [call for call in here if not call.taken]
         self.refused |= len(waiting) > 1

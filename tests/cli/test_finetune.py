@@ -35,7 +35,7 @@ def test_dry_run_writes_nothing(capsys, config, tmp_path):
 
 def test_quickstart_recipe(capsys, tmp_path):
     code, out, _ = run(capsys, "finetune", str(RECIPES / "quickstart.yaml"), "--dry-run", f"output={tmp_path / 'run'}")
-    assert code == 0 and "layers become proxsg" in out and "arms: solver, baseline" in out
+    assert code == 0 and "layers become proxsg" in out and "runs: solver, baseline" in out
 
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)

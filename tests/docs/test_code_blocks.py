@@ -29,7 +29,7 @@ SETUP = {
         from pathlib import Path
         from PIL import Image
         from solver_plugins.train import FinetuneConfig
-        from solver_plugins.train.run import finetune
+        from solver_plugins.train.finetune import finetune
 
         for split in ("train", "test"):
             for name in ("cat", "dog"):

@@ -12,11 +12,12 @@ from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.studies import Cell, Context, Results, read_study_config, run_study
 from solver_plugins.studies.backbones import prepared
-from solver_plugins.studies.base import Measured
 from solver_plugins.studies.deeplayers import FINAL, SEARCH, _sampling_off
 from solver_plugins.studies.deeplayers_pretrained import DeepLayersPretrained
-from solver_plugins.studies.images import Images, Part
+from solver_plugins.studies.images import Images
+from solver_plugins.studies.study import Measured
 from solver_plugins.train.randomness import seeded
+from solver_plugins.train.tensors import Part
 
 NAME = DeepLayersPretrained.name
 LAYERS = ["layer3.0.conv1", "layer4.0.conv1"]
@@ -170,13 +171,13 @@ def test_the_original_network_is_an_arm_with_one_iteration_or_no_blend(tmp_path)
 
 def test_the_search_sees_no_test_images(tmp_path, monkeypatch):
     looked = []
-    accuracy = DeepLayersPretrained._accuracy
+    scores = DeepLayersPretrained._scores
 
-    def look(self, model, part):
+    def look(self, model, part, *place, **more):
         looked.append("test" if part is self._parts["test"] else "validation")
-        return accuracy(self, model, part)
+        return scores(self, model, part, *place, **more)
 
-    monkeypatch.setattr(DeepLayersPretrained, "_accuracy", look)
+    monkeypatch.setattr(DeepLayersPretrained, "_scores", look)
     config = read_study_config(NAME, "smoke", ["arms={raw: {}}", "search.rates=[1e-3, 1e30]"])
     outcome = run_study(NAME, config, tmp_path)
     cells = outcome.metrics["cells"]

@@ -9,7 +9,6 @@ from torch import nn
 from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import OptionError, SolverPluginsError
 from solver_plugins.studies import Cell, CellError, Context, Results, read_study_config, run_study
-from solver_plugins.studies.base import Measured
 from solver_plugins.studies.deeplayers import FINAL, SEARCH
 from solver_plugins.studies.deeplayers_solvers import DeepLayersSolvers, _reached
 from solver_plugins.studies.deeplayers_table2 import DeepLayersTable2
@@ -17,8 +16,10 @@ from solver_plugins.studies.deeplayers_table3 import DeepLayersTable3
 from solver_plugins.studies.deeplayers_table4 import DeepLayersTable4
 from solver_plugins.studies.deeplayers_table5 import DeepLayersTable5
 from solver_plugins.studies.deeplayers_vgg import CifarVGG
-from solver_plugins.studies.fitting import _rate
-from solver_plugins.studies.images import Images, Part
+from solver_plugins.studies.images import Images
+from solver_plugins.studies.study import Measured
+from solver_plugins.train.optimizer import make_optimizer, make_schedule
+from solver_plugins.train.tensors import Part
 
 ONE = Part(torch.zeros(1, 3, 32, 32), torch.zeros(1))
 
@@ -97,14 +98,25 @@ def test_vgg_of_the_paper():
     assert sum(one.numel() for one in model.parameters()) == expected
 
 
+def rates_of(fitting, *epochs):
+    """Returns the step sizes in the middle of epochs of two steps."""
+    settings = fitting.settings()
+    optimizer = make_optimizer(settings, nn.Linear(1, 1))
+    schedule, found = make_schedule(settings, optimizer, 2), []
+    for epoch in epochs:
+        schedule.step_update(2 * epoch + 1)
+        found.append(optimizer.param_groups[0]["lr"])
+    return found
+
+
 def test_schedules_of_the_paper():
     for name in ("deeplayers-table2", "deeplayers-table3", "deeplayers-table4", "deeplayers-table5"):
         config = read_study_config(name, "paper")
         whole = config.fitting.model_copy(update={"lr": config.search.rates[0]})
         if config.first is not None:
-            assert [_rate(whole, epoch, 0.5) for epoch in (0, 99, 100, 199)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
+            assert rates_of(whole, 0, 99, 100, 199) == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
             whole = config.first
-        rates = [_rate(whole, epoch, 0.5) for epoch in (0, 99, 100, 199, 200, 299)]
+        rates = rates_of(whole, 0, 99, 100, 199, 200, 299)
         assert rates == pytest.approx([1e-2, 1e-2, 1e-3, 1e-3, 1e-4, 1e-4]) and whole.epochs == 300
         assert (whole.momentum, whole.weight_decay) == (0.9, 5e-4)
 
@@ -194,7 +206,7 @@ def test_frozen_convolutions_are_trained_once_and_kept(tmp_path):
     assert not torch.equal(begun.head.fc2.weight, other.head.fc2.weight)
     parts = table._inputs(begun, 0, context)
     begun.body.eval()
-    expected = begun.body(table._ready(context)["test"].images)
+    expected = begun.body(table._ready(begun, context)["test"].images)
     assert torch.allclose(parts["test"].images, expected, atol=1e-5)
     assert table._trained(begun) is begun.head
     assert table.run(final[1], context)["accuracy"] >= 0

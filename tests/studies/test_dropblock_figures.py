@@ -12,7 +12,7 @@ from solver_plugins.studies import read_study_config, run_study
 from solver_plugins.studies.dropblock_fig3 import ratio, shaped
 from solver_plugins.studies.dropblock_fig4 import GRID, MATCHED, PRINTED, UNMATCHED, scheme_of
 from solver_plugins.studies.dropblock_rank import balance, effective_rank
-from solver_plugins.studies.shallow import Sizes, objective_of, synthetic
+from solver_plugins.studies.dropblock_shallow import Sizes, objective_of, synthetic
 
 
 @pytest.mark.parametrize("samples", [5, 40])

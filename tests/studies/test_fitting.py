@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch import nn
 
-from solver_plugins.studies.fitting import Fitting, augmented, fit
-from solver_plugins.studies.images import Part
+from solver_plugins.studies.training import Fitting, fit
+from solver_plugins.train.tensors import Part, changed
 
 
 @pytest.mark.parametrize("settings", [{}, {"flip": True}, {"shift": 2}, {"shift": 1, "flip": True}])
 def test_images_are_mirrored_and_shifted(settings):
     """Every image is one of the windows of the reflected image, mirrored or not; over many images all of them occur."""
     images = torch.randn(400, 2, 5, 6, generator=torch.Generator().manual_seed(1))
-    found = augmented(images, Fitting(**settings), torch.Generator().manual_seed(0))
-    pad = settings.get("shift", 0)
+    pad, mirrors = settings.get("shift", 0), settings.get("flip", False)
+    found = changed(images, pad, mirrors, torch.Generator().manual_seed(0))
     ways = {}
-    for flip in (False, True) if settings.get("flip") else (False,):
+    for flip in (False, True) if mirrors else (False,):
         padded = np.pad(
             (images.flip(-1) if flip else images).numpy(), ((0, 0), (0, 0), (pad,) * 2, (pad,) * 2), "reflect"
         )
@@ -26,7 +26,7 @@ def test_images_are_mirrored_and_shifted(settings):
             window = torch.from_numpy(padded[:, :, down : down + 5, right : right + 6])
             ways[flip, down, right] = (found == window).flatten(1).all(1)
     assert all(way.any() for way in ways.values()) and torch.stack(list(ways.values())).any(0).all()
-    again = augmented(images, Fitting(**settings), torch.Generator().manual_seed(0))
+    again = changed(images, pad, mirrors, torch.Generator().manual_seed(0))
     assert torch.equal(found, again)
 
 
@@ -34,5 +34,6 @@ def test_a_last_step_that_goes_too_far_is_no_training():
     """Its loss was finite; the weights that it left are not."""
     torch.manual_seed(0)
     part = Part(1e4 * torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
-    assert fit(nn.Linear(3, 2), part, Fitting(lr=1e37, batch_size=4, epochs=1), 0, range(1)).loss is None
-    assert fit(nn.Linear(3, 2), part, Fitting(lr=1e-3, batch_size=4, epochs=1), 0, range(1)).loss is not None
+    for lr, diverges in ((1e37, True), (1e-3, False)):
+        settings = Fitting(lr=lr, batch_size=4, epochs=1)
+        assert fit(nn.Linear(3, 2), settings.batches(part, 0), settings.settings()).diverged == diverges

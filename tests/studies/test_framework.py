@@ -19,9 +19,8 @@ from solver_plugins.studies import (
     read_study_config,
     run_study,
 )
-from solver_plugins.studies.base import Measured
-from solver_plugins.studies.folder import RunFolder
-from solver_plugins.studies.registry import _check_study
+from solver_plugins.studies.cells import RunFolder
+from solver_plugins.studies.study import Measured, _check_study
 from solver_plugins.train import OutputError
 from tests.studies.toy import Toy, ToyConfig, write_settings
 
@@ -178,6 +177,14 @@ def test_results_are_picked_by_arm_seed_and_setting():
     assert results.of(arm="a").each("x") == [0, 1]
     assert results.of(arm="b", seed=1, rate=1.0).each("x") == [1]
     assert not results.of(rate=2.0) and not results.of(unknown=1)
+
+
+def test_cells_of_a_grid():
+    cells = Cell.grid(rate=[1.0, 2.0], seed=[0], kind=["x"], arm=["a", "b"])
+    assert [cell.name for cell in cells] == [
+        f"{arm}_rate={rate}_kind=x_seed=0" for rate in (1, 2) for arm in "ab"
+    ]  # fmt: skip
+    assert cells[0] == Cell("a", 0, (("rate", 1.0), ("kind", "x")))
 
 
 def test_scales_and_changes():

@@ -12,14 +12,17 @@ from solver_plugins.equilibrium import DeepOptEq, OptEqHead, OptEqLayer
 from solver_plugins.errors import OptionError, UnknownNameError
 from solver_plugins.integrations.models import ModelError
 from solver_plugins.studies import Cell, Context, read_study_config
-from solver_plugins.studies.fitting import Fitting, fit, mean, normalised, spread
-from solver_plugins.studies.images import ImageData, Images, Part
+from solver_plugins.studies.images import ImageData, Images, normalised
 from solver_plugins.studies.opteq_alpha import OptEqAlpha
 from solver_plugins.studies.opteq_grad import MODES, OptEqGrad, _gradient, _peak_bytes, _with
-from solver_plugins.studies.opteq_head import ARMS, LINEAR, MLP, OPTEQ, OptEqHeadStudy
-from solver_plugins.studies.opteq_network import OptEqNetwork, parameters_of
+from solver_plugins.studies.opteq_head import LINEAR, MLP, OPTEQ, OptEqHeadStudy
+from solver_plugins.studies.opteq_network import OptEqNetwork
 from solver_plugins.studies.opteq_regularizers import PAPER, OptEqRegularizers
+from solver_plugins.studies.study import mean, spread
+from solver_plugins.studies.training import Fitting, fit, parameters_of
+from solver_plugins.train.additions import Additions
 from solver_plugins.train.randomness import seed_for
+from solver_plugins.train.tensors import Part
 
 
 def data(count=12, features=3):
@@ -27,12 +30,27 @@ def data(count=12, features=3):
     return Part(torch.randn(count, features, generator=generator), torch.arange(count) % 2)
 
 
+def trained(model, part, settings, seed=0, **more):
+    return fit(model, settings.batches(part, seed), settings.settings(), **more)
+
+
+class Squares(Additions):
+    """A tenth of the squares of a layer's weights."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def penalty(self, batch):
+        return 0.1 * self.layer.weight.square().sum()
+
+
 def test_training_is_torchs_own():
     """Against a loop written out: two epochs of two batches and a rest, step sizes along a cosine."""
     part, model = data(11), nn.Linear(3, 2)
     reference = copy.deepcopy(model)
     settings = Fitting(lr=0.3, momentum=0.5, weight_decay=0.1, batch_size=4, epochs=2)
-    done = fit(model, part, settings, 7, range(2))
+    done = trained(model, part, settings, 7)
     optimizer = torch.optim.SGD(reference.parameters(), 1.0, momentum=0.5, weight_decay=0.1)
     for epoch in range(2):
         order = torch.randperm(11, generator=torch.Generator().manual_seed(seed_for(7, "order", epoch)))
@@ -55,7 +73,7 @@ def test_the_papers_schedule_decays_in_steps():
     for rate in (1.0, 0.25):
         (grad,) = torch.autograd.grad(functional.cross_entropy(part.images @ expected.T, part.labels), expected)
         expected = (expected - rate * grad).detach().requires_grad_()
-    fit(model, part, settings, 0, range(2))
+    trained(model, part, settings)
     assert torch.allclose(model.weight, expected, atol=1e-6)
 
 
@@ -65,20 +83,20 @@ def test_what_is_added_to_the_loss_is_descended_on():
     other.load_state_dict(plain.state_dict())
     settings = Fitting(lr=1.0, momentum=0.0, weight_decay=0.0, decay_epochs=1, batch_size=12, epochs=1)
     start = plain.weight.detach().clone()
-    first = fit(plain, data(), settings, 0, range(1))
-    second = fit(other, data(), settings, 0, range(1), extra=lambda: 0.1 * other.weight.square().sum())
+    first = trained(plain, data(), settings)
+    second = trained(other, data(), settings, additions=Squares(other))
     assert torch.allclose(plain.weight - other.weight, 0.2 * start, atol=1e-6)
     assert second.loss == pytest.approx(first.loss + 0.1 * float(start.square().sum()))
 
 
 def test_training_that_diverges_is_told():
-    assert fit(nn.Linear(3, 2), data(), Fitting(lr=1e30, epochs=9), 0, range(9)).loss is None
+    assert trained(nn.Linear(3, 2), data(), Fitting(lr=1e30, epochs=9)).loss is None
     layer = OptEqLayer.linear(3, 3, constraint="none")
     with torch.no_grad():
         layer.W.weight.copy_(5 * torch.eye(3))
         layer.U.bias.fill_(3)
     model = DeepOptEq([layer], iters=40)
-    assert fit(model, data(), Fitting(epochs=1), 0, range(1)).loss is None
+    assert trained(model, data(), Fitting(epochs=1)).loss is None
 
 
 def test_what_is_missing_is_counted():
@@ -171,7 +189,7 @@ def test_heads_share_a_backbone_that_stays():
     study.prepare()
     first = study._backbone(0, Context())
     before = {name: value.clone() for name, value in first.state_dict().items()}
-    values = {arm: study.run(Cell(arm, 0), Context()) for arm in ARMS}
+    values = {arm: study.run(Cell(arm, 0), Context()) for arm in OptEqHeadStudy.arms}
     after = study._backbones[0].state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     features = first.num_features

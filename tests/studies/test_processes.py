@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.studies import read_study_config, run_study
-from solver_plugins.studies.processes import Team
+from solver_plugins.studies.team import Team
 from solver_plugins.train import LaunchError
 from tests.train.runs import spawning
 

@@ -59,7 +59,7 @@ def weights(output: Path, arm: str = "solver") -> Any:
 def spawning() -> Any:
     """Returns a context whose processes start fast: their server has imported everything once."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["solver_plugins.train.run", "timm", "datasets", "sklearn.datasets"])
+    made.set_forkserver_preload(["solver_plugins.train.finetune", "timm", "datasets", "sklearn.datasets"])
     return made
 
 
@@ -78,7 +78,7 @@ def run_as(
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
             MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), ACCELERATE_USE_CPU="true",
         )  # fmt: skip
-    from solver_plugins.train.run import finetune
+    from solver_plugins.train.finetune import finetune
 
     try:
         finetune(config, resume=resume)

@@ -12,9 +12,11 @@ from solver_plugins.errors import OptionError
 from solver_plugins.integrations.heads import head_of
 from solver_plugins.surgery import TargetError
 from solver_plugins.train.additions import Additions
+from solver_plugins.train.arms import make_arm
+from solver_plugins.train.config import RegularizerSection
 from solver_plugins.train.data import load_splits
+from solver_plugins.train.finetune import finetune
 from solver_plugins.train.plan import plan_run
-from solver_plugins.train.run import finetune, make_arm
 from tests.train.runs import VIT, tiny, weights
 
 DOUBLE = {"spec": "timm/test_vit", "args": VIT, "dtype": "float64"}
@@ -113,7 +115,7 @@ def test_equilibrium_head(tmp_path):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_only_the_last_token_of_a_text_counts(tmp_path, side):
+def test_only_the_last_token_of_a_text_counts(side):
     """GPT-2 classifies every token and keeps the last; the value is that of the kept rows by themselves."""
     torch.manual_seed(0)
     settings = transformers.GPT2Config(
@@ -126,7 +128,8 @@ def test_only_the_last_token_of_a_text_counts(tmp_path, side):
     if side == "left":
         mask = mask.flip(1)
     tokens = tokens * mask
-    additions = Additions(config(tmp_path, regularizer=BLOCKS), model, torch.optim.SGD(model.parameters()))
+    additions = Additions(regularizer=RegularizerSection(**BLOCKS))
+    additions.attach(model, torch.optim.SGD(model.parameters()))
     batch = {"input_ids": tokens, "attention_mask": mask, "labels": torch.tensor([0, 1, 2])}
     logits = model(input_ids=tokens, attention_mask=mask).logits
     value = additions.penalty(batch)

@@ -6,7 +6,7 @@ import pytest
 
 import solver_plugins
 from solver_plugins.train import read_config
-from solver_plugins.train.run import finetune
+from solver_plugins.train.finetune import finetune
 from tests.train.downloads import cifar10, efficientnet_lite0, reviews, unzipped
 
 RECIPES = Path(__file__).parents[2] / "configs" / "recipes"

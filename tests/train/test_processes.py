@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from solver_plugins.train import CheckpointError
+from solver_plugins.train.finetune import finetune
 from solver_plugins.train.pickles import check_is_data
-from solver_plugins.train.run import finetune
 from tests.gloo import free_port
 from tests.train.runs import VIT, everything, run_as, spawning, tiny, weights
 

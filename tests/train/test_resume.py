@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from solver_plugins.train import CheckpointError, OutputError
-from solver_plugins.train.run import finetune
+from solver_plugins.train.finetune import finetune
 from tests.train.runs import everything, run_as, spawning, tiny, weights
 
 

@@ -17,9 +17,9 @@ from solver_plugins.integrations.models import ModelError
 from solver_plugins.train import DivergedError, LaunchError, OutputError
 from solver_plugins.train.data import load_splits, make_loaders
 from solver_plugins.train.evaluate import evaluate
+from solver_plugins.train.finetune import finetune
+from solver_plugins.train.launch import end_processes, make_accelerator
 from solver_plugins.train.models import build_model
-from solver_plugins.train.processes import end_processes, make_accelerator
-from solver_plugins.train.run import finetune
 from tests.train.runs import DIGITS, VIT, tiny, weights
 
 DOUBLE = {"spec": "timm/test_vit", "args": VIT, "dtype": "float64"}

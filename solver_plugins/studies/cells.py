@@ -1,13 +1,11 @@
-"""The folder of a study's run: whose it is, and the results of its cells, one file each.
+"""The folder of a study's run: its identity, and the results of its cells, one file each.
 
-A cell's file is written when the cell is done, whole or not at all, so a run that was killed goes on with the next
-one. Several processes take cells from the same folder: a file that only one of them can create says who has which.
+A cell's file appears, complete, when the cell is done; a killed run continues with the next cell. Several processes
+take cells from the same folder: a process claims a cell by a file that only one process can create.
 """
 
 import contextlib
 import json
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,10 +13,10 @@ from typing import Any
 import yaml
 
 from solver_plugins.config import load_yaml
-from solver_plugins.studies.base import Cell, Measured, StudyConfig
 from solver_plugins.studies.errors import CellError
+from solver_plugins.studies.study import Cell, Measured, StudyConfig
 from solver_plugins.train.errors import OutputError
-from solver_plugins.train.outputs import write_whole
+from solver_plugins.train.outputs import check_same, holds_run, remove_run, whole_file, write_whole
 
 STUDY = "study.yaml"
 CELLS = "cells"
@@ -26,7 +24,7 @@ METRICS = "metrics.json"
 TABLE = "table.md"
 FIGURE = "figure.png"
 _STOP = ".stop"
-_ADVICE = "choose another --output, or replace it with --overwrite."
+_ADVICE = "choose another --output, or replace it with --overwrite"
 
 
 class RunFolder:
@@ -43,7 +41,7 @@ class RunFolder:
         """Makes the folder, or checks that it holds a run of the same study and config; call it in one process.
 
         Raises:
-            OutputError: If it holds something else, or cannot be made, read or written.
+            OutputError: If it holds something else, or cannot be created, read or written.
         """
         try:
             self._open(study, scale, config, overwrite)
@@ -55,23 +53,13 @@ class RunFolder:
 
     def _open(self, study: str, scale: str, config: StudyConfig, overwrite: bool) -> None:
         place = self.place
-        if place.exists() and not place.is_dir():
-            raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")
-        held = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
-        if held and STUDY not in held:
-            raise OutputError(
-                f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of a study: choose "
-                "another with --output."
-            )
-        if held and overwrite:
-            # Whose it is last: what is left of an interrupted removal is a run still.
-            for name in (CELLS, METRICS, TABLE, FIGURE, STUDY):
-                path = place / name
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        elif held:
-            self._check_same(study, config)
+        if holds_run(place, STUDY, "a study", "with --output"):
+            if overwrite:
+                remove_run(place, CELLS, METRICS, TABLE, FIGURE, STUDY)
+            else:
+                self._check_same(study, config)
         (place / CELLS).mkdir(parents=True, exist_ok=True)
-        # What processes that were killed had begun.
+        # Claims of processes that were killed.
         for path in (place / CELLS).glob(".*"):
             path.unlink()
         identity = {"study": study, "scale": scale, "config": config.options()}
@@ -84,21 +72,14 @@ class RunFolder:
             other, options = before["study"], dict(before["config"])
         except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
             found = f"{type(error).__name__}: {error}"
-            raise OutputError(f"Cannot read {str(self.place / STUDY)!r} ({found}): {_ADVICE}") from None
+            raise OutputError(f"Cannot read {str(self.place / STUDY)!r} ({found}): {_ADVICE}.") from None
         if other != study:
-            raise OutputError(f"The output folder {str(self.place)!r} holds a run of the study {other!r}: {_ADVICE}")
-        now = config.options()
-        different = [key for key in {**options, **now} if options.get(key) != now.get(key)]
-        if different:
-            key = different[0]
-            raise OutputError(
-                f"The run in {str(self.place)!r} has another {', '.join(different)} (there {key}: "
-                f"{options.get(key)!r}, now {now.get(key)!r}), so it cannot go on: {_ADVICE}"
-            )
+            raise OutputError(f"The output folder {str(self.place)!r} holds a run of the study {other!r}: {_ADVICE}.")
+        check_same(self.place, options, config.options(), _ADVICE)
 
     @property
     def cells(self) -> Path:
-        """Where the results of the cells are, and what they keep for later stages."""
+        """The folder of the cells' results, and of files that they keep for later stages."""
         return self.place / CELLS
 
     def is_done(self, cell: Cell) -> bool:
@@ -106,7 +87,7 @@ class RunFolder:
         return self._file(cell).is_file()
 
     def claim(self, cell: Cell) -> bool:
-        """Takes a cell for this process; False if it is done or another process has it, or the run has stopped."""
+        """Claims a cell for this process; False if it is done, claimed by another process, or the run has stopped."""
         if self.is_done(cell) or (self.place / CELLS / _STOP).exists():
             return False
         try:
@@ -114,13 +95,13 @@ class RunFolder:
         except FileExistsError:
             return False
         if self.is_done(cell):
-            # Done, and given back, between the first look and the claim.
+            # Another process finished it between the first check and the claim.
             self._claim(cell).unlink()
             return False
         return True
 
     def stop(self) -> None:
-        """Lets no process begin another cell."""
+        """Keeps all processes from beginning another cell."""
         with contextlib.suppress(OSError):
             (self.place / CELLS / _STOP).touch()
 
@@ -128,7 +109,7 @@ class RunFolder:
         """Writes the result of a cell.
 
         Raises:
-            CellError: If it holds what JSON cannot, NaN for instance.
+            CellError: If JSON cannot hold it; NaN, for instance.
         """
         cell = measured.cell
         content = {
@@ -146,7 +127,7 @@ class RunFolder:
         """Reads the result of a cell.
 
         Raises:
-            CellError: If there is none, or it is damaged.
+            CellError: If it is missing or damaged.
         """
         path = self._file(cell)
         try:
@@ -164,14 +145,8 @@ class RunFolder:
 
     def write_file(self, name: str, make: Callable[[Path], None]) -> None:
         """Lets ``make`` write a file of the report, whole or not at all."""
-        path = self.place / name
-        # The same ending: it says the format.
-        partial = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-        try:
+        with whole_file(self.place / name) as partial:
             make(partial)
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
 
     def _claim(self, cell: Cell) -> Path:
         return self.place / CELLS / f".{cell.name}.claim"

@@ -1,10 +1,10 @@
-"""Runs a study: every cell that is not done yet, then tables, figure and ``metrics.json``."""
+"""Runs a study: measures every cell that is not done yet, then writes tables, figure and ``metrics.json``."""
 
 import json
 import platform
 import shlex
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -15,15 +15,15 @@ import torch
 from tqdm.auto import tqdm
 
 from solver_plugins.errors import OptionError
-from solver_plugins.studies.base import Cell, Context, Measured, Results, Study, StudyConfig, Table
-from solver_plugins.studies.folder import FIGURE, METRICS, TABLE, RunFolder
-from solver_plugins.studies.processes import Team
-from solver_plugins.studies.registry import STUDIES
+from solver_plugins.studies.cells import FIGURE, METRICS, TABLE, RunFolder
+from solver_plugins.studies.figures import save_figure
+from solver_plugins.studies.study import STUDIES, Cell, Context, Measured, Results, Study, StudyConfig, Table
+from solver_plugins.studies.team import Team
 from solver_plugins.train.randomness import seeded
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StudyOutcome:
     """What a run leaves behind.
 
     Attributes:
@@ -45,51 +45,57 @@ def run_study(
     scale: str = "own",
     overwrite: bool = False,
     command: str | None = None,
-) -> Outcome:
-    """Runs a study, or what is left of it; call it in every process of a launch.
+) -> StudyOutcome:
+    """Runs a study, or the rest of it; call it in every process of a launch.
 
     Args:
         name: The study.
         config: Its settings; see :func:`read_study_config`.
         output: The folder. A run of the same study and config in it is continued.
-        scale: What the settings are called in the report.
-        overwrite: Whether another run in that folder is replaced.
-        command: How it was started, for the report.
+        scale: The name of the settings in the report.
+        overwrite: Whether to replace another run in that folder.
+        command: How the study was started, for the report.
 
     Raises:
-        SolverPluginsError: Of some kind, for everything that a user can put right; cells that are done stay.
+        SolverPluginsError: For every mistake that the user can fix; finished cells are kept.
     """
     study = STUDIES.get(name)(config)
     stages = study.stages()
-    cells = [cell for stage in stages for cell in stage]
-    _check_cells(name, cells)
+    _check_cells(study, stages)
     folder = RunFolder(Path(output).expanduser())
     with Team() as team:
-        # Before the folder is made: a mistake in the config leaves nothing behind.
-        failed = _attempt(study.prepare)
-        team.agree(failed)
+        # Before the folder is made, so that a mistake in the config leaves nothing behind.
+        team.agree(_attempt(study.prepare))
         team.first(lambda: folder.open(name, scale, config, overwrite))
         results = Results()
         for stage in stages:
-            team.agree(_attempt(partial(_measure, study, stage, results, cells, folder, team)))
+            team.agree(_attempt(partial(_measure, study, stage, results, folder, team)))
             results = Results([*results, *(folder.load(cell) for cell in stage)])
         metrics = _metrics(study, scale, results, team)
         tables = study.tables(results)
-        team.first(lambda: _report(study, results, tables, metrics, folder, command))
-    return Outcome(folder.place, tables, metrics)
+
+        def report() -> None:
+            figure = study.draw(results)
+            folder.write_file(FIGURE, lambda path: save_figure(figure, path))
+            folder.write(TABLE, page(study, tables, metrics, command))
+            # Written last: if it exists, so do the others.
+            folder.write(METRICS, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
+
+        team.first(report)
+    return StudyOutcome(folder.place, tables, metrics)
 
 
-def _check_cells(name: str, cells: list[Cell]) -> None:
-    names = [cell.name for cell in cells]
+def _check_cells(study: Study[Any], stages: list[list[Cell]]) -> None:
+    names = [cell.name for stage in stages for cell in stage]
     if not names:
-        raise OptionError(f"The study {name!r} has nothing to measure with these settings.")
+        raise OptionError(f"The study {study.name!r} has nothing to measure with these settings.")
     twice = sorted({one for one in names if names.count(one) > 1})
     if twice:
-        raise OptionError(f"The study {name!r} would measure {twice[0]} twice; give each value once.")
+        raise OptionError(f"The study {study.name!r} would measure {twice[0]} twice; give each value once.")
 
 
-def _attempt(do: Any) -> Exception | None:
-    """Returns the error, so that the other processes can be told of it before it is raised."""
+def _attempt(do: Callable[[], None]) -> Exception | None:
+    """Returns the error instead of raising it, so that the other processes can be told first."""
     try:
         do()
     except Exception as error:
@@ -97,23 +103,21 @@ def _attempt(do: Any) -> Exception | None:
     return None
 
 
-def _measure(
-    study: Study[Any], stage: list[Cell], earlier: Results, cells: list[Cell], folder: RunFolder, team: Team
-) -> None:
-    """Measures what is not done of a stage; ``cells`` are those of all stages, for the progress bar."""
+def _measure(study: Study[Any], stage: list[Cell], earlier: Results, folder: RunFolder, team: Team) -> None:
+    """Measures the cells of a stage that are not done yet."""
     talks = team.index == 0
-    with tqdm(total=len(cells), desc=study.name, unit="cell", disable=None if talks else True) as bar:
-        for cell in stage:
-            bar.update(sum(folder.is_done(one) for one in cells) - bar.n if talks else 0)
-            if not folder.claim(cell):
+    everything = [cell for one in study.stages() for cell in one]
+    with tqdm(total=len(everything), desc=study.name, unit="cell", disable=None if talks else True) as bar:
+        for cell in (*stage, None):
+            bar.update(sum(folder.is_done(one) for one in everything) - bar.n if talks else 0)
+            if cell is None or not folder.claim(cell):
                 continue
             try:
                 folder.save(_run_cell(study, cell, team.device, talks, earlier, folder.cells))
             except BaseException:
-                # Also when it is interrupted: nobody should begin another cell.
+                # Also if interrupted: no process should begin another cell.
                 folder.stop()
                 raise
-        bar.update(sum(folder.is_done(one) for one in cells) - bar.n if talks else 0)
 
 
 def _run_cell(
@@ -125,26 +129,22 @@ def _run_cell(
 
     start, cpu = time.perf_counter(), time.process_time()
     with seeded(study.name, cell.seed, devices=device.type == "cuda"):
-        values = study.run(cell, Context(steps, device, earlier, place))
+        values = study.run(cell, Context(steps, device, earlier, place, talks))
     return Measured(cell, values, time.perf_counter() - start, time.process_time() - cpu)
 
 
 def _metrics(study: Study[Any], scale: str, results: Results, team: Team) -> dict[str, Any]:
+    cells = []
+    for one in results:
+        values = {key: value for key, value in one.values.items() if key != "curves"}
+        cells.append({"arm": one.cell.arm, "seed": one.cell.seed, **dict(one.cell.setting), **values})
     return {
         "study": study.name,
         "reference": study.reference,
         "scale": scale,
         "config": study.config.options(),
         "summary": study.summary(results),
-        "cells": [
-            {
-                "arm": one.cell.arm,
-                "seed": one.cell.seed,
-                **dict(one.cell.setting),
-                **{key: value for key, value in one.values.items() if key != "curves"},
-            }
-            for one in results
-        ],
+        "cells": cells,
         "made": {
             "date": datetime.now(UTC).date().isoformat(),
             "torch": torch.__version__,
@@ -158,30 +158,13 @@ def _metrics(study: Study[Any], scale: str, results: Results, team: Team) -> dic
 
 
 def _processor() -> str:
-    """Returns the processor's name, where the system tells it."""
+    """Returns the processor's name, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return named[0] if named else platform.processor() or platform.machine()
-
-
-def _report(
-    study: Study[Any],
-    results: Results,
-    tables: list[Table],
-    metrics: dict[str, Any],
-    folder: RunFolder,
-    command: str | None,
-) -> None:
-    from solver_plugins.studies.figures import save_figure
-
-    figure = study.draw(results)
-    folder.write_file(FIGURE, lambda path: save_figure(figure, path))
-    folder.write(TABLE, page(study, tables, metrics, command))
-    # Last: who finds it finds the others, too.
-    folder.write(METRICS, json.dumps(metrics, indent=2, allow_nan=False) + "\n")
 
 
 def page(study: Study[Any], tables: list[Table], metrics: dict[str, Any], command: str | None) -> str:

@@ -1,4 +1,4 @@
-"""The comparison: as a table in the terminal, and as one self-contained HTML file with its pictures."""
+"""The comparison of a run's models: a table for the terminal, and a self-contained HTML report."""
 
 import base64
 import html
@@ -103,7 +103,7 @@ def _picture(figure: Figure, title: str) -> str:
 
 def _figure(panels: int) -> tuple[Figure, list[Any]]:
     figure = Figure(figsize=(9, 3.4), layout="constrained")
-    # Not pyplot: it would need a display, and keep the figure.
+    # pyplot would need a display and keep the figure in memory.
     FigureCanvasAgg(figure)
     axes = [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
     for one in axes:

@@ -1,4 +1,4 @@
-"""The paper's synthetic problem and its linear network with one hidden layer (section 5.1).
+"""The structured dropout paper's synthetic problem and its linear network with one hidden layer (section 5.1).
 
 ``X`` (N, b) standard normal, ``Y = X V_true U_true^T`` (N, a); the network is ``X V U^T`` with ``V`` (b, d) and
 ``U`` (a, d). All matrices are standard normal at first.
@@ -7,17 +7,19 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.dropblock import Scheme, omega
-from solver_plugins.studies.base import Context, StudyConfig
+from solver_plugins.dropblock import GlobalMinimum, Scheme, global_minimum, omega, theta_bar_of
+from solver_plugins.studies.figures import COLOURS, label, legend, nan_for_none
+from solver_plugins.studies.study import Context, Measured, Study, StudyConfig, finite, shown
 from solver_plugins.train.randomness import seed_for
 
+REFERENCE = "of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
 POINTS = 300
 """At most how many points of a curve are kept, half of them spread evenly, half over the powers of ten."""
 
@@ -40,12 +42,23 @@ class Descent(StrictConfig):
     iterations: int = Field(6000, ge=2, description="Steps; one batch and one draw of masks each.")
     batch_size: int | None = Field(None, ge=1, description="Samples of a step; all of them by default.")
 
+    def rate(self, step: int) -> float:
+        """Returns the learning rate of a step."""
+        return self.lr * (1.0 if self.schedule == "constant" else (1 + math.cos(math.pi * step / self.iterations)) / 2)
+
 
 class ShallowConfig(StudyConfig):
     """What the studies of the synthetic problem share."""
 
     sizes: Sizes = Sizes()
     descent: Descent = Descent()
+
+
+def check_thetas(thetas: list[float]) -> None:
+    """Raises ValueError if a number is not a retain probability."""
+    wrong = [theta for theta in thetas if not 0 < theta < 1]
+    if wrong:
+        raise ValueError(f"expected every theta, the probability that a unit is kept, in (0, 1); found {wrong[0]}")
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,10 @@ class Problem:
         Q, R = torch.linalg.qr(self.X)
         return Problem(R, Q.mT @ self.Y, self.U, self.V)
 
+    def minimum(self, theta: float, r: int) -> GlobalMinimum:
+        """Returns the closed form (Theorem 2.7) for blocks of ``r`` on a grid, which are kept with ``theta``."""
+        return global_minimum(self.Y, theta_bar_of(theta, self.U.shape[1], r), r, self.X)
+
 
 def synthetic(sizes: Sizes, seed: int, shape_inputs: Callable[[Tensor], Tensor] = lambda X: X) -> Problem:
     """Draws the problem; ``shape_inputs`` may give the inputs another covariance."""
@@ -94,9 +111,9 @@ class Trained:
     """The weights after training, in float64, and the curves.
 
     Attributes:
-        U: Of the last layer.
-        V: Of the first layer.
-        iterations: Where the curves were read.
+        U: Weights of the last layer.
+        V: Weights of the first layer.
+        iterations: The steps at which the curves were read.
         sampled: The objective with the masks of that step, over the samples of its batch, scaled to all of them; empty
             where nothing is sampled.
         objective: The deterministic objective with the same weights.
@@ -107,6 +124,26 @@ class Trained:
     iterations: list[int]
     sampled: list[float]
     objective: list[float]
+
+    def values(self) -> dict[str, Any]:
+        """Returns what a cell's file holds: None where training has diverged.
+
+        Sampled objectives are compared with the deterministic one at the same weights. The masks of a step are
+        independent of its weights, so each ratio is one on average, and so is their mean up to a standard error.
+        """
+        pairs = zip(self.sampled, self.objective, strict=False)
+        ratios = torch.tensor([one / other for one, other in pairs], dtype=torch.float64)
+        compared = len(ratios) > 1 and bool(torch.isfinite(ratios).all())
+        return {
+            "final": finite(self.objective[-1]),
+            "sampled_over_deterministic": float(ratios.mean()) if compared else None,
+            "standard_error": float(ratios.std() / math.sqrt(len(ratios))) if compared else None,
+            "curves": {
+                "iteration": self.iterations,
+                "sampled": [finite(value) for value in self.sampled],
+                "objective": [finite(value) for value in self.objective],
+            },
+        }
 
 
 Predict = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -120,6 +157,8 @@ def train(
 ) -> Trained:
     """Trains the network with sampled masks, or without any on the deterministic objective itself.
 
+    The loop of the matrix problems: they descend on a closed form in float64 and read curves at steps, not epochs.
+
     Args:
         problem: Data and first weights.
         descent: The schedule.
@@ -132,21 +171,19 @@ def train(
     U, V = (one.to(dtype, copy=True).requires_grad_() for one in (problem.U, problem.V))
     count = len(X)
     size = min(descent.batch_size or count, count)
-    optimizer = _optimizer(descent, [U, V])
+    plain = descent.optimizer == "sgd"
+    optimizer = torch.optim.SGD([U, V]) if plain else torch.optim.Adam([U, V], betas=(0.9, 0.99))
     read_at = _places(descent.iterations)
     places: list[int] = []
     sampled: list[float] = []
     objectives: list[float] = []
     for step in context.steps(descent.iterations):
-        for one in optimizer.param_groups:
-            one["lr"] = descent.lr * _factor(descent, step)
+        optimizer.param_groups[0]["lr"] = descent.rate(step)
         if predict is None:
             value = objective(U, V)
-            loss = value / (2 * count)
         else:
             rows = slice(None) if size == count else torch.randint(count, (size,))
             value = (Y[rows] - predict(X[rows], V, U)).square().sum() * (count / size)
-            loss = value / (2 * count)
         if step in read_at:
             places.append(step)
             with torch.no_grad():
@@ -154,30 +191,16 @@ def train(
             if predict is not None:
                 sampled.append(float(value.detach()))
         optimizer.zero_grad()
-        loss.backward()
+        (value / (2 * count)).backward()
         optimizer.step()
     U, V = U.detach().double(), V.detach().double()
-    places.append(descent.iterations)
-    objectives.append(float(objective(U, V)))
-    return Trained(U, V, places, sampled, objectives)
+    return Trained(U, V, [*places, descent.iterations], sampled, [*objectives, float(objective(U, V))])
 
 
 def _places(iterations: int) -> set[int]:
     even = torch.linspace(0, iterations - 1, POINTS // 2)
     powers = torch.logspace(0, math.log10(iterations), POINTS // 2) - 1
     return {min(max(int(place), 0), iterations - 1) for place in torch.cat([even, powers]).round().tolist()}
-
-
-def _optimizer(descent: Descent, weights: list[Tensor]) -> torch.optim.Optimizer:
-    if descent.optimizer == "sgd":
-        return torch.optim.SGD(weights, lr=descent.lr)
-    return torch.optim.Adam(weights, lr=descent.lr, betas=(0.9, 0.99))
-
-
-def _factor(descent: Descent, step: int) -> float:
-    if descent.schedule == "constant":
-        return 1.0
-    return 0.5 * (1 + math.cos(math.pi * step / descent.iterations))
 
 
 def objective_of(problem: Problem, scheme: Scheme) -> Objective:
@@ -196,28 +219,36 @@ def objective_with(problem: Problem, cbar: Tensor) -> Objective:
     return objective
 
 
-def finite_curves(trained: Trained) -> dict[str, list[Any]]:
-    """Returns the curves as a cell's file has them: None where training has diverged."""
-    curves: dict[str, Any] = {
-        "iteration": trained.iterations,
-        "sampled": trained.sampled,
-        "objective": trained.objective,
-    }
-    return {key: [value if math.isfinite(value) else None for value in values] for key, values in curves.items()}
+C = TypeVar("C", bound=ShallowConfig)
 
 
-def agreement(trained: Trained) -> dict[str, float | None]:
-    """Compares sampled objectives with the deterministic one at the same weights.
+class ShallowStudy(Study[C]):
+    """A study of the synthetic problem."""
 
-    The masks of a step are independent of its weights, so each ratio is one on average: so is their mean, up to a
-    standard error.
-    """
-    ratios = torch.tensor(
-        [one / other for one, other in zip(trained.sampled, trained.objective, strict=False)], dtype=torch.float64
-    )
-    if len(ratios) < 2:
-        return {"sampled_over_deterministic": None, "standard_error": None}
-    return {
-        "sampled_over_deterministic": float(ratios.mean()),
-        "standard_error": float(ratios.std() / math.sqrt(len(ratios))),
-    }
+    tags = ("dropblock", "synthetic")
+
+
+def ending(one: Measured, key: str, form: str) -> tuple[str, str, str]:
+    """Returns what a table says of the end of a cell: its objective, one of its values, and how sampling agrees."""
+    found, ratio = one.values, one.values["sampled_over_deterministic"]
+    agreement = "-" if ratio is None else f"{ratio:.4f} ± {found['standard_error']:.4f}"
+    return shown(found["final"], ".6g", "diverged"), shown(found[key], form, "-"), agreement
+
+
+def plotted(one: Measured, key: str) -> tuple[list[int], list[float]]:
+    """Returns the iterations, counted from one, and the values of a curve of a cell, for ``plot``."""
+    curves = one.values["curves"]
+    return [1 + step for step in curves["iteration"][: len(curves[key])]], nan_for_none(curves[key])
+
+
+def draw_sampled(panel: Any, one: Measured, name: str) -> None:
+    """Draws the objectives of a cell with masks and in expectation."""
+    panel.plot(*plotted(one, "sampled"), color=COLOURS[5], linewidth=1, label=f"{name}, stochastic")
+    panel.plot(*plotted(one, "objective"), color=COLOURS[0], label=f"{name}, deterministic")
+
+
+def name_panels(title: str, *panels: Any) -> None:
+    """Names panels of objectives over iterations, on logarithmic axes, and the first of them by a title."""
+    for number, panel in enumerate(panels):
+        label(panel, "iteration", "objective", None if number else title, log="xy")
+        legend(panel)

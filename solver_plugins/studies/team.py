@@ -1,4 +1,4 @@
-"""The processes of a launch, who share out the cells of a study."""
+"""The processes of a launch, which share the cells of a study."""
 
 import itertools
 import json
@@ -14,25 +14,25 @@ from solver_plugins.studies.errors import OtherProcessError
 from solver_plugins.train.errors import LaunchError
 
 _PATIENCE = timedelta(minutes=5)
-"""How long processes look for each other."""
+"""How long processes wait for each other at the start."""
 _FAREWELL = 10.0
-"""How many seconds the first process stays for those who have not read its last word."""
+"""How many seconds the first process waits for others to read its last message."""
 _LOOK = 0.05
-"""Seconds between two looks at what the others say."""
+"""Seconds between two checks for messages."""
 _TEAMS = itertools.count()
 
 
 class Team:
-    """All processes of a launch, or the only one. A context manager.
+    """The processes of a launch, or the only one: a context manager.
 
-    They talk through the launcher's store and are no process group of torch: each measures cells of its own, and
-    whatever gathers, reduces or broadcasts where there is a group (``calibrate``, ``ProxProp``, ``SyncBatchNorm``) must
-    find itself alone in a cell, or it would mix two of them up.
+    They communicate through the launcher's store and do not form a torch process group. Each process measures its own
+    cells, and whatever gathers, reduces or broadcasts within a group (``calibrate``, ``ProxProp``, ``SyncBatchNorm``)
+    would mix up two cells.
 
     Attributes:
-        count: How many there are.
-        index: Which one this is.
-        device: Its own.
+        count: The number of processes.
+        index: The number of this process.
+        device: The device of this process.
     """
 
     def __init__(self) -> None:
@@ -52,14 +52,14 @@ class Team:
                 f"WORLD_SIZE says that {started} processes were started, and they do not find each other: {error}. Use "
                 "`accelerate launch`, or unset WORLD_SIZE."
             ) from error
-        # One launch may run several studies, one after the other, with one store.
+        # One launch may run several studies in turn, with one store.
         self._prefix = f"solver_plugins/studies/{next(_TEAMS)}"
         if self.device.type == "cuda":
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.index)))
             torch.cuda.set_device(self.device)
 
     def first(self, do: Callable[[], None]) -> None:
-        """Does something in the first process, while the others wait; raises in all of them if it fails there."""
+        """Does something in the first process while the others wait; raises in all of them if it fails."""
         error: Exception | None = None
         if self.index == 0:
             try:
@@ -69,7 +69,7 @@ class Team:
         self.agree(error)
 
     def agree(self, error: Exception | None) -> None:
-        """Waits for all processes, and raises in all of them if one has failed."""
+        """Waits for all processes; raises in all of them if one has failed."""
         told = self._exchange(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -78,13 +78,13 @@ class Team:
             raise OtherProcessError(f"Another process has stopped: {others[0]}")
 
     def _exchange(self, text: str | None) -> list[str | None]:
-        """Returns what every process says, in their order, once all have said it."""
+        """Returns the texts of all processes in order, once all have sent theirs."""
         if self._store is None:
             return [text]
         keys = [f"{self._prefix}/{self._said}/{index}" for index in range(self.count)]
         self._said += 1
         self._store.set(keys[self.index], json.dumps(text))
-        # Looked for, not waited for: a process that waits in the store cannot be interrupted.
+        # Polled: a process that waits inside the store cannot be interrupted.
         while not self._store.check(keys):
             time.sleep(_LOOK)
         return [json.loads(self._store.get(key)) for key in keys]

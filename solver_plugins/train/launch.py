@@ -1,26 +1,73 @@
-"""The processes of a run: an Accelerator that knows all of them, and their end."""
+"""The processes of a run: an Accelerator for all of them, or a stand-in for one process by itself."""
 
+import contextlib
 import os
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import LaunchError
 
 
+class Alone:
+    """The parts of an Accelerator that the training loop uses, for a process that trains by itself.
+
+    Unlike an Accelerator it never creates a process group, even in a launch of several processes. The cells of a study
+    need this: each process measures its own cells, but ``calibrate`` and ``ProxProp`` communicate within any group.
+
+    Args:
+        device: Where the model belongs.
+        talks: Whether progress bars are shown.
+    """
+
+    num_processes = 1
+    process_index = 0
+    gradient_accumulation_steps = 1
+    sync_gradients = True
+
+    def __init__(self, device: torch.device | None = None, talks: bool = False):
+        self.device = device or torch.device("cpu")
+        self.is_main_process = self.is_local_main_process = talks
+
+    def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return model.to(self.device), optimizer
+
+    def unwrap_model(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def accumulate(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def autocast(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def clip_grad_norm_(self, parameters: Iterable[nn.Parameter], most: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, most)
+
+    def gather(self, own: Any) -> Any:
+        return own
+
+    gather_for_metrics = gather
+
+
 def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Accelerator:
-    """Makes the Accelerator of a run, or, with a folder for its logs, of one arm of it.
+    """Makes the Accelerator of a run or, given a folder for logs, of one of its arms.
 
     Raises:
-        LaunchError: If processes were started that each believe to be alone.
-        OptionError: If the precision is none for this machine.
+        LaunchError: If several processes were started and each believes to be alone.
+        OptionError: If this machine does not support the precision.
     """
-    # Asked for where there is no GPU: otherwise a launch config for GPUs makes processes without a process group.
+    # Explicit on machines without GPUs: a launch config for GPUs would otherwise leave out the process group.
     cpu = not torch.cuda.is_available()
     if cpu and config.precision == "fp16":
         raise OptionError("precision 'fp16' needs a GPU, and there is none here; use 'bf16' or 'no'.")
@@ -58,30 +105,30 @@ def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Acceler
 
 
 def _shard_over_gloo(made: Accelerator) -> None:
-    """Shards on the CPU, too: torch does it over gloo, and Accelerate only leaves it out of its list of devices."""
+    """Shards on the CPU: torch can do it over gloo, but Accelerate does not list the CPU among its devices."""
     plugin = FullyShardedDataParallelPlugin()
     if made.mixed_precision != "no":
         plugin.set_mixed_precision(made.mixed_precision)
     made.state.fsdp_plugin = plugin
-    # Each new state takes over what the partial one says.
+    # Every new state copies what the partial one says.
     for state in (made.state._shared_state, PartialState._shared_state):
         state["distributed_type"] = DistributedType.FSDP
 
 
 def first_process() -> bool:
-    """Whether this is the process that talks, also before there is an Accelerator."""
+    """Whether this is the first process, which prints; works before there is an Accelerator."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def end_processes(accelerator: Accelerator | None) -> None:
-    """Ends trackers and the process group, also behind an error."""
+    """Ends trackers and the process group, also after an error."""
     if accelerator is not None:
         accelerator.end_training()
-    # Accelerate remembers the first Accelerator of a process: a next run may have another precision.
+    # Accelerate remembers a process's first Accelerator, but the next run may have another precision.
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def is_sharded(accelerator: Any) -> bool:
-    """Whether the weights are shared out over the processes (FSDP)."""
+    """Whether the weights are sharded over the processes (FSDP)."""
     return str(accelerator.distributed_type).endswith("FSDP")

@@ -1,0 +1,62 @@
+"""The arms of a finetuning run: the model with what its config adds, and the plain model beside it."""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from accelerate.utils import set_seed
+from torch import nn
+
+from solver_plugins.surgery import convert_model
+from solver_plugins.train.classification import arguments_of
+from solver_plugins.train.config import FinetuneConfig
+from solver_plugins.train.data import Loaders, Splits, example_of, make_loaders
+from solver_plugins.train.models import DTYPES, attach_head, build_model
+from solver_plugins.train.preparation import remember_data
+
+
+def arms_of(config: FinetuneConfig) -> tuple[str, ...]:
+    """Returns the models to train: the one with what the config adds and its baseline, or the plain one alone."""
+    if not config.changes:
+        return ("plain",)
+    return ("solver", "baseline") if config.baseline else ("solver",)
+
+
+def make_arm(
+    config: FinetuneConfig,
+    splits: Splits,
+    name: str,
+    processes: int,
+    before_conversion: Callable[[nn.Module, Any], None] | None = None,
+) -> tuple[nn.Module, Loaders]:
+    """Builds the model of one arm, identical in every process, and its data loaders.
+
+    Args:
+        config: The run.
+        splits: Its data.
+        name: One of :func:`arms_of`.
+        processes: How many processes share the batches.
+        before_conversion: Called with the plain model and example inputs, right before a conversion.
+    """
+    set_seed(config.seed)
+    model = build_model(config, splits)
+    loaders = make_loaders(config, splits, model, processes)
+    if not splits.is_text:
+        remember_data(config, model, splits.classes)
+    if name == "solver" and config.head is not None:
+        attach_head(model, config.head)
+    if name == "solver" and config.solver is not None:
+        dtype = DTYPES[config.model.dtype]
+        example = _inputs(example_of(loaders.eval), dtype)
+        if before_conversion is not None:
+            before_conversion(model, example)
+        count = config.solver.calibrate
+        first = None if count is None else (_inputs(batch, dtype) for batch in islice(loaders.start(0, 0), count))
+        convert_model(model, config.solver, calibrate=first, example_inputs=example)
+    return model, loaders
+
+
+def _inputs(batch: Any, dtype: torch.dtype) -> Any:
+    args, keywords = arguments_of(batch, dtype)
+    return args or keywords

@@ -1,0 +1,70 @@
+"""The loss of a classifier: cross entropy, with label smoothing, mixup and a penalty where they are asked for."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from timm.data.mixup import Mixup
+from timm.loss.cross_entropy import SoftTargetCrossEntropy
+from torch import Tensor, nn
+
+from solver_plugins.train.config import MixupSection
+from solver_plugins.train.data import Batch
+
+
+def arguments_of(batch: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Returns positional and keyword arguments of the model's forward for a batch."""
+    if "image" in batch:
+        return (batch["image"].to(dtype),), {}
+    return (), {key: value for key, value in batch.items() if key != "labels"}
+
+
+def logits_of(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Runs a model of timm or transformers on a batch."""
+    args, keywords = arguments_of(batch, dtype)
+    result: Any = model(*args, **keywords)
+    logits: Tensor = getattr(result, "logits", result)
+    # A loss needs more precision than autocast leaves.
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+class Classification:
+    """The loss of a classifier on a batch: an objective of the training loop.
+
+    Args:
+        accelerator: Provides autocast.
+        dtype: The dtype of the inputs.
+        label_smoothing: Share of each label that goes to all classes.
+        mixup: How images are mixed, and the number of classes; None for no mixing.
+        penalty: Returns the term to add to the loss after a forward pass on a batch, or None.
+    """
+
+    def __init__(
+        self,
+        accelerator: Any,
+        dtype: torch.dtype = torch.float32,
+        label_smoothing: float = 0.0,
+        mixup: tuple[MixupSection, int] | None = None,
+        penalty: Callable[[Batch], Tensor | None] | None = None,
+    ):
+        self.accelerator, self.dtype, self.penalty = accelerator, dtype, penalty
+        self.mixup: Any = None
+        self.loss: nn.Module = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+        if mixup is not None:
+            section, classes = mixup
+            self.mixup = Mixup(
+                section.mixup, section.cutmix, prob=section.prob, switch_prob=section.switch_prob,
+                label_smoothing=label_smoothing, num_classes=classes,
+            )  # fmt: skip
+            self.loss = SoftTargetCrossEntropy()
+
+    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Returns the loss."""
+        targets = batch["labels"]
+        if self.mixup is not None:
+            batch["image"], targets = self.mixup(batch["image"], targets)
+        with self.accelerator.autocast():
+            logits = logits_of(model, batch, self.dtype)
+        loss: Tensor = self.loss(logits, targets.to(logits.dtype) if targets.is_floating_point() else targets)
+        added = None if self.penalty is None else self.penalty(batch)
+        return loss if added is None else loss + added
