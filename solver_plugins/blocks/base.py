@@ -10,11 +10,10 @@ from torch.nn.utils import parametrize
 from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
 from solver_plugins.blocks.made import made_class
 from solver_plugins.blocks.passthrough import mark_as_drawn
-from solver_plugins.blocks.run import Activation, OutputKind, make_solver, run_block
-from solver_plugins.gradients import fresh_gram
 from solver_plugins.operators import LinearOperator, operator_from_kernel, reader_for
 from solver_plugins.prox import prox_for
-from solver_plugins.solvers import Diagnostics, Solver
+from solver_plugins.solve import Diagnostics, Solver, fresh_gram
+from solver_plugins.solve.block import Activation, OutputKind, make_solver, run_block
 
 _RESERVED = RESERVED | {"output", "activation"}
 

@@ -21,13 +21,13 @@ from torch.nn.utils import parametrize
 from solver_plugins.blocks.fold import check_foldable, diagonal_of, is_frozen, normalised, reference_diagonal
 from solver_plugins.blocks.layer import RESERVED, LayerBlock, shell_for, strip
 from solver_plugins.blocks.made import Shell, hides_forward, made_class, take_off
-from solver_plugins.blocks.run import run_block
 from solver_plugins.blocks.stash import Kept, Stash, backward_pass
 from solver_plugins.blocks.stepsize import certify_after_loading
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
 from solver_plugins.operators import operator_from_kernel, reader_for, rescaled_bound
 from solver_plugins.prox import Prior, prox_for
-from solver_plugins.solvers import Solver, working_dtype
+from solver_plugins.solve import Solver, working_dtype
+from solver_plugins.solve.block import run_block
 
 Role = Literal["norm", "norm-activation", "activation"]
 _RESERVED = RESERVED | {"diagonal_reference", "role", "outlet", "norm", "stash", "scope"}

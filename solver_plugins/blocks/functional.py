@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solver_plugins.blocks.run import (
+from solver_plugins.errors import OptionError, ShapeError
+from solver_plugins.operators import Geometry, lipschitz_from_kernel, operator_from_kernel
+from solver_plugins.prox import prox_for
+from solver_plugins.solve import Diagnostics, Solver, working_dtype
+from solver_plugins.solve.block import (
     Activation,
     OutputKind,
     check_combination,
@@ -15,10 +19,6 @@ from solver_plugins.blocks.run import (
     make_solver,
     run_block,
 )
-from solver_plugins.errors import OptionError, ShapeError
-from solver_plugins.operators import Geometry, lipschitz_from_kernel, operator_from_kernel
-from solver_plugins.prox import prox_for
-from solver_plugins.solvers import Diagnostics, Solver, working_dtype
 
 Size = int | Sequence[int]
 
@@ -123,7 +123,7 @@ def solve_layer(
         output: "argument" of the activation (default) or its "value".
         training: Whether a sampling solver samples (see its ``eval_mode`` for False).
         generator: Source of the draws; the global one by default.
-        diagnose: Also return the :class:`~solver_plugins.solvers.Diagnostics` of the solve.
+        diagnose: Also return the :class:`~solver_plugins.solve.Diagnostics` of the solve.
         **options: Options of the solver; an unknown one raises.
 
     Returns:

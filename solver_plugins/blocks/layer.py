@@ -10,12 +10,12 @@ from torch.nn.utils import parametrize
 
 from solver_plugins.blocks.made import hides_forward, take_off
 from solver_plugins.blocks.passthrough import undropped
-from solver_plugins.blocks.run import check_combination, check_rank
 from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
 from solver_plugins.errors import OptionError, UnsupportedLayerError
 from solver_plugins.operators import Geometry, at_rest, autocast_off, read_layer
 from solver_plugins.prox import Prior
-from solver_plugins.solvers import Solver
+from solver_plugins.solve import Solver
+from solver_plugins.solve.block import check_combination, check_rank
 
 Observer = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
 """Sees the argument of a solve and the dimension of its features; returns the gain and shift to use."""

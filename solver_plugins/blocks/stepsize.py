@@ -33,7 +33,7 @@ from solver_plugins.operators import (
     start_vectors,
     warm_steps,
 )
-from solver_plugins.solvers import working_dtype
+from solver_plugins.solve import working_dtype
 
 WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""

@@ -23,7 +23,7 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError, WeightError
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
-from solver_plugins.solvers.problem import Formulation
+from solver_plugins.solve.problem import Formulation
 from solver_plugins.studies.base import Cell, Context, Results, Study, StudyConfig, Table, Value
 from solver_plugins.studies.deeplayers_report import Row, draw_table, gains, report, summarise
 from solver_plugins.studies.errors import CellError

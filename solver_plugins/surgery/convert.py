@@ -32,7 +32,7 @@ from solver_plugins.config import unknown_option
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import prox_for
 from solver_plugins.registry import SOLVERS
-from solver_plugins.solvers import RateConfig, Solver
+from solver_plugins.solve import RateConfig, Solver
 from solver_plugins.surgery.errors import ConversionError, naming
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.model_config import refuse_quantized, remove_from_config

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from solver_plugins.blocks.run import run_block
 from solver_plugins.operators import Geometry, LinearOperator, at_rest, operator_from_kernel, read_layer
 from solver_plugins.prox import IdentityPrior, Prior, ReluPrior
-from solver_plugins.solvers import ProxGD, Solver, working_dtype
+from solver_plugins.solve import ProxGD, Solver, working_dtype
+from solver_plugins.solve.block import run_block
 
 
 @dataclass(frozen=True)

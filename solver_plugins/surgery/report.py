@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from solver_plugins.blocks.fold import reference_diagonal
 from solver_plugins.operators import kernel_of, lipschitz_constant, operator_for
-from solver_plugins.solvers import SamplingSolver, Solver, working_dtype
-from solver_plugins.solvers.paths import gram_from, path_for, solve_size
+from solver_plugins.solve import SamplingSolver, Solver, working_dtype
+from solver_plugins.solve.paths import gram_from, path_for, solve_size
 from solver_plugins.surgery.convert import Plan, plan_conversion
 from solver_plugins.surgery.cost import cost_of, plain_flops
 from solver_plugins.surgery.errors import naming
@@ -66,7 +66,7 @@ class Row:
         flops: Those of the block in training; see :class:`~solver_plugins.surgery.cost.Cost`.
         memory: Bytes per sample that training keeps for this block beyond the plain layer.
         path: How its iterates are computed in training, for a batch like the recorded one; see
-            :mod:`solver_plugins.solvers.paths`.
+            :mod:`solver_plugins.solve.paths`.
         gram_from: From how many samples in a batch on that is "gram"; None where it never is, or where it is forced.
     """
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks import ChainBlock, LayerBlock, SolverBlock
-from solver_plugins.solvers import BlockProblem, Draws, Solver
+from solver_plugins.solve import BlockProblem, Draws, Solver
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import read_inputs
 

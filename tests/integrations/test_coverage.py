@@ -14,13 +14,13 @@ from solver_plugins import SolverLinear
 from solver_plugins.blocks import chain
 from solver_plugins.blocks.stepsize import estimated_steps
 from solver_plugins.cli import main
-from solver_plugins.gradients import products
 from solver_plugins.integrations.coverage import checks, passes, run, same, table, transformers_models, weights
 from solver_plugins.integrations.coverage.reference import solve
 from solver_plugins.integrations.coverage.result import CHECKS, Case, Row
 from solver_plugins.integrations.coverage.run import Limits, Task, run_task
 from solver_plugins.integrations.coverage.sample import CI, tasks
 from solver_plugins.operators.conv import ConvMap
+from solver_plugins.solve import products
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import convert as surgeon
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pydantic
 from torch import Tensor
 
-from solver_plugins.solvers import BlockProblem, DeterministicConfig, Draws, Solver, State
+from solver_plugins.solve import BlockProblem, DeterministicConfig, Draws, Solver, State
 
 
 class HeavyBallConfig(DeterministicConfig):

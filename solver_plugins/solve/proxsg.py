@@ -1,0 +1,139 @@
+"""Proximal stochastic gradient with tau-nice or importance sampling (Prox-SG, Prop. 1)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pydantic
+import torch
+from torch import Tensor
+
+from solver_plugins.operators import LinearOperator, importance_mask, importance_weights, inclusion_probabilities
+from solver_plugins.registry import register_solver
+from solver_plugins.solve.base import Draws, RateConfig, SamplingSolver, State
+from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.steps import StepRule, full_smoothness, sampled_smoothness
+
+UNIFORM_SHARE = 0.5
+"""Share of uniform sampling in ``sampling="gradient"``: bounds every weight by ``2 n1/tau``, however small a gradient
+is."""
+
+
+class ProxSGConfig(RateConfig):
+    """Options of ``proxsg``."""
+
+    step: StepRule = pydantic.Field("exp", description="Step-size rule; the paper decays exponentially.")
+    sampling: Literal["uniform", "lipschitz", "gradient"] = pydantic.Field(
+        "uniform",
+        description="'uniform' is tau-nice; 'lipschitz' draws feature i with a probability proportional to |a_i|^2, "
+        "'gradient' to |grad f_i(x)|.",
+    )
+    path: Literal["auto", "loop", "masked", "columns"] = pydantic.Field(
+        "auto",
+        description="How a sampled gradient is computed; 'auto' counts multiply-adds. 'columns' gathers the sampled "
+        "columns and needs per_sample=False; 'loop': masks, plain autograd.",
+    )
+    memory: Literal["full", "low"] = pydantic.Field(
+        "full", description="'low' keeps no iterates for the backward pass and computes them again there."
+    )
+
+    @pydantic.model_validator(mode="after")
+    def _path_fits_the_sampling(self) -> "ProxSGConfig":
+        if self.path == "columns" and (self.per_sample or self.sampling != "uniform"):
+            raise ValueError(
+                "option path='columns' needs one uniform sample for the whole batch; found "
+                f"per_sample={self.per_sample}, sampling={self.sampling!r}. Use per_sample=False, sampling='uniform'."
+            )
+        if self.memory == "low" and (self.path == "loop" or self.sampling != "uniform"):
+            raise ValueError(
+                "option 'memory' only acts with sampling='uniform' and a path other than 'loop'; found "
+                f"sampling={self.sampling!r}, path={self.path!r}."
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class SampledState(State):
+    """A :class:`State` of an importance sampling, with what later iterations use again (None: uniform).
+
+    Attributes:
+        probabilities: The inclusion probabilities of the last sample.
+        norms: ``|a_i|^2`` in the working precision.
+    """
+
+    probabilities: Tensor | None
+    norms: Tensor | None
+
+
+@register_solver
+class ProxSG(SamplingSolver):
+    """Proximal stochastic gradient: one iteration is exact-count dropout -> linear -> activation.
+
+        x_{k+1} = prox_{t_k g}(x_k - t_k (A (w * (A^T x_k - u)) - b + lam x_k)),     E[w] = 1
+
+    with a fresh sample in each iteration (eq. 7). The weights are ``n1/tau`` on a uniform sample, the inverse inclusion
+    probabilities on an importance sample (section 5); probabilities are constants for the backward pass.
+    """
+
+    name = "proxsg"
+    tags = ("sampling",)
+    Config = ProxSGConfig
+    samples = "inputs"
+
+    def smoothness(self, operator: LinearOperator, lipschitz: Tensor) -> Tensor:
+        tau = self.tau(operator.in_features)
+        if self.config.step != "expected_smoothness" or tau == operator.in_features:
+            return full_smoothness(lipschitz, self.config.lam)
+        norms = operator.column_norms_sq()
+        probabilities = None
+        if self.config.sampling == "lipschitz":
+            probabilities = inclusion_probabilities(norms, tau)
+        elif self.config.sampling == "gradient":
+            # Only the uniform share is known in advance.
+            probabilities = torch.full_like(norms, UNIFORM_SHARE * tau / norms.numel())
+        return sampled_smoothness(lipschitz, self.config.lam, norms, tau, probabilities)
+
+    def init(self, problem: BlockProblem) -> None:
+        return None
+
+    def step(
+        self, problem: BlockProblem, state: SampledState | None, iteration: int, draws: Draws | None
+    ) -> SampledState:
+        x = None if state is None else self.value(problem, state)
+        probabilities, norms = (None, None) if state is None else (state.probabilities, state.norms)
+        step = self.step_at(problem, iteration)
+        features = problem.operator.in_features
+        tau = self.tau(features)
+        if draws is None or tau == features:
+            gradient = problem.gradient(x)
+        else:
+            if norms is None and self.config.sampling != "uniform":
+                # Once per solve: those of a convolution take longer than an iteration.
+                with torch.no_grad():
+                    norms = problem.operator.column_norms_sq().to(problem.dtype)
+            if norms is not None and (probabilities is None or self.config.sampling == "gradient"):
+                probabilities = self._probabilities(problem, x, tau, norms)
+            gradient = problem.sampled_gradient(x, self._weights(problem, probabilities, tau, draws))
+        return SampledState(problem.descend(x, gradient, step), step, probabilities, norms)
+
+    def _weights(self, problem: BlockProblem, probabilities: Tensor | None, tau: int, draws: Draws) -> Tensor:
+        """Draws a sample and returns its weights, of mean one, shaped like the input's features."""
+        operator, u = problem.operator, problem.input
+        if probabilities is None:
+            return self.uniform_mask(u, operator.in_features, tau, operator, draws) * (operator.in_features / tau)
+        mask = importance_mask(probabilities, generator=draws.generator)
+        return operator.per_feature(importance_weights(mask, probabilities).to(u.dtype))
+
+    @torch.no_grad()
+    def _probabilities(self, problem: BlockProblem, x: Tensor | None, tau: int, norms: Tensor) -> Tensor:
+        """Returns inclusion probabilities in the working precision, one row per draw."""
+        operator, u = problem.operator, problem.input
+        if self.config.sampling == "lipschitz":
+            return inclusion_probabilities(norms, tau).expand(*self.batch_shape(u, operator), -1)
+        # |grad f_i(x)| ~ |a_i| |a_i^T x - u_i|, half uniform.
+        residual = u.to(problem.dtype) if x is None else problem.scaled(operator.adjoint(x)) - u
+        space = operator.problem_dims[1:]
+        size = torch.linalg.vector_norm(residual, dim=space) if space else residual.abs()
+        if not self.config.per_sample:
+            size = torch.linalg.vector_norm(size.reshape(-1, size.shape[-1]), dim=0)
+        guided = inclusion_probabilities(norms.sqrt() * size, tau)
+        return (1 - UNIFORM_SHARE) * guided + UNIFORM_SHARE * tau / operator.in_features
