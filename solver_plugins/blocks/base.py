@@ -12,8 +12,18 @@ from solver_plugins.blocks.made import made_class
 from solver_plugins.blocks.passthrough import mark_as_drawn
 from solver_plugins.operators import LinearOperator, operator_from_kernel, reader_for
 from solver_plugins.prox import prox_for
-from solver_plugins.solve import Diagnostics, Solver, fresh_gram
-from solver_plugins.solve.block import Activation, OutputKind, make_solver, run_block
+from solver_plugins.solve import (
+    Activation,
+    Constants,
+    Diagnostics,
+    OutputKind,
+    Scale,
+    Solver,
+    fresh_gram,
+    make_solver,
+    pose_problem,
+    solve_block,
+)
 
 _RESERVED = RESERVED | {"output", "activation"}
 
@@ -134,21 +144,21 @@ class SolverBlock(LayerBlock):
         fresh = fresh_gram(self.solver, self.prior, operator, input.shape) if self.training else None
         # First: it may find that the weights have moved, and drop the Gram matrix.
         constant = self._current_L(kernel, fresh) if self.solver.needs_constant else self.L
-        return run_block(
-            self.solver,
-            self.prior,
-            operator,
-            input,
-            self.bias,
-            lambda: super(SolverBlock, self).forward(input),
+        constants = Constants(
             constant,
+            gram=fresh if self.training else self.gram,
+            collapsed=self.collapsed,
             residual=self.residual if self.solver.implicit else None,
-            gain=self.channel_gain,
-            shift=self.channel_shift,
-            blend=self.blend,
-            gram=self.gram,
-            fresh_gram=fresh,
-            observer=self.observer,
+        )
+        plain = super().forward
+        problem = pose_problem(
+            self.solver, self.prior, operator, input, constants, lambda: plain(input), bias=self.bias
+        )
+        return solve_block(
+            problem,
+            self.solver,
+            constants,
+            Scale(self.channel_gain, self.channel_shift, self.blend, self.observer),
             output=self.output,
             training=self.training,
             generator=generator,

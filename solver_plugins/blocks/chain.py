@@ -26,8 +26,7 @@ from solver_plugins.blocks.stepsize import certify_after_loading
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
 from solver_plugins.operators import operator_from_kernel, reader_for, rescaled_bound
 from solver_plugins.prox import Prior, prox_for
-from solver_plugins.solve import Solver, working_dtype
-from solver_plugins.solve.block import run_block
+from solver_plugins.solve import Constants, Scale, Solver, pose_problem, solve_block, working_dtype
 
 Role = Literal["norm", "norm-activation", "activation"]
 _RESERVED = RESERVED | {"diagonal_reference", "role", "outlet", "norm", "stash", "scope"}
@@ -206,24 +205,16 @@ class ChainBlock(LayerBlock):
             constant = rescaled_bound(constant, diagonal.detach(), self.diagonal_reference)
         operator = operator_from_kernel(kernel, self.geometry, u.shape, diagonal=diagonal)
         additive = argument - operator.apply(u) if self.solver.samples == "inputs" else None
-        return run_block(
-            self.solver,
-            self.prior,
-            operator,
-            u,
-            None,
-            lambda: argument,
+        constants = Constants(
             constant,
-            additive=additive,
-            dtype=argument.dtype,
-            residual=self.residual if self.solver.implicit else None,
-            gain=self.channel_gain,
-            shift=self.channel_shift,
-            blend=self.blend,
             gram=self.gram,
-            observer=self.observer,
-            training=self.training,
-        )[0]
+            collapsed=self.collapsed,
+            residual=self.residual if self.solver.implicit else None,
+        )
+        problem = pose_problem(self.solver, self.prior, operator, u, constants, lambda: argument, additive=additive)
+        problem.known, problem.result = True, argument.dtype
+        scale = Scale(self.channel_gain, self.channel_shift, self.blend, self.observer)
+        return solve_block(problem, self.solver, constants, scale, training=self.training)[0]
 
 
 class Outlet(Shell):

@@ -10,14 +10,18 @@ from torch import Tensor
 from solver_plugins.errors import OptionError, ShapeError
 from solver_plugins.operators import Geometry, lipschitz_from_kernel, operator_from_kernel
 from solver_plugins.prox import prox_for
-from solver_plugins.solve import Diagnostics, Solver, working_dtype
-from solver_plugins.solve.block import (
+from solver_plugins.solve import (
     Activation,
+    Constants,
+    Diagnostics,
     OutputKind,
+    Solver,
     check_combination,
     check_rank,
     make_solver,
-    run_block,
+    pose_problem,
+    solve_block,
+    working_dtype,
 )
 
 Size = int | Sequence[int]
@@ -153,19 +157,10 @@ def solve_layer(
         plain = operator.apply(input)
         return plain if bias is None else plain + operator.per_feature(bias)
 
-    result, diagnostics = run_block(
-        made,
-        prior,
-        operator,
-        input,
-        bias,
-        layer,
-        constant,
-        skip=skip,
-        output=output,
-        training=training,
-        generator=generator,
-        diagnose=diagnose,
+    constants = Constants(constant)
+    problem = pose_problem(made, prior, operator, input, constants, layer, bias=bias, skip=skip)
+    result, diagnostics = solve_block(
+        problem, made, constants, output=output, training=training, generator=generator, diagnose=diagnose
     )
     return (result, diagnostics) if diagnostics is not None else result
 

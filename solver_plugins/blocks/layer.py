@@ -1,7 +1,6 @@
 """What every solver block has: a linear layer that is read as a kernel, a prior, a solver, and a scale."""
 
 import numbers
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -14,14 +13,10 @@ from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
 from solver_plugins.errors import OptionError, UnsupportedLayerError
 from solver_plugins.operators import Geometry, at_rest, autocast_off, read_layer
 from solver_plugins.prox import Prior
-from solver_plugins.solve import Solver
-from solver_plugins.solve.block import check_combination, check_rank
-
-Observer = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
-"""Sees the argument of a solve and the dimension of its features; returns the gain and shift to use."""
+from solver_plugins.solve import Collapsed, Observer, Solver, check_combination, check_rank
 
 _OWN = {"residual", "geometry", "solver", "prior", "channel_gain", "channel_shift", "blend", "routed", "observer"}
-RESERVED = {*STEP_BUFFERS, *_OWN, "gram"}
+RESERVED = {*STEP_BUFFERS, *_OWN, "gram", "collapsed"}
 
 
 def check_blend(blend: Any) -> None:
@@ -42,6 +37,7 @@ class LayerBlock(TrackedStep):
         channel_shift: What is added to that, one number per output feature; None for zeros.
         blend: ``a`` in ``(1 - a) v_1 + a v_K``, between the first iterate and the last; None for one.
         gram: ``A A^T`` for evaluation, from :meth:`cache_gram`; None where it is computed, or not used, in every solve.
+        collapsed: The affine map of a block without a prior, kept in evaluation.
         routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
         observer: Looks at solves while a model is calibrated.
     """
@@ -57,6 +53,7 @@ class LayerBlock(TrackedStep):
     channel_shift: Tensor | None
     blend: Tensor | None
     gram: Tensor | None
+    collapsed: Collapsed
     routed: bool
     observer: Observer | None
 
@@ -71,6 +68,7 @@ class LayerBlock(TrackedStep):
         self.register_buffer("channel_shift", None, persistent=False)
         self.register_buffer("blend", None, persistent=False)
         self.register_buffer("gram", None, persistent=False)
+        self.collapsed = Collapsed()
         for name, value in self._new_reference(kernel).items():
             self.register_buffer(name, value, persistent=False)
         self._register_step(kernel)
@@ -99,7 +97,7 @@ class LayerBlock(TrackedStep):
             and self._new_reference(kernel) == {}
             and kernel.shape[0] < 2 * kernel.shape[1]
             and self.solver.config.iters > 1
-            and self.solver.path in (None, "auto", "gram", "masked", "columns")
+            and self.solver.path in ("auto", "gram", "masked", "columns")
             and not (self.solver.samples == "inputs" and self.solver.samples_in_evaluation)
             and self._in_reach(kernel)
         )

@@ -218,7 +218,9 @@ class TrackedStep(Shell):
         return self
 
     def _drop_gram(self) -> None:
-        """Forgets a Gram matrix that was kept for evaluation: the weights are, or will be, others."""
+        """Forgets what was kept for evaluation: the weights are, or will be, others."""
+        if "collapsed" in vars(self):
+            self.collapsed.drop()
         if self._buffers.get("gram") is not None:
             self._buffers["gram"] = None
 

@@ -13,8 +13,10 @@ from solver_plugins.solve.base import (
     SolverConfig,
     State,
 )
+from solver_plugins.solve.block import Constants, fresh_gram, pose_problem, solve_block
+from solver_plugins.solve.checks import Activation, OutputKind, check_combination, check_rank, make_solver
+from solver_plugins.solve.collapse import Collapsed
 from solver_plugins.solve.conjugate import conjugate_gradients
-from solver_plugins.solve.differentiate import differentiable_solve
 from solver_plugins.solve.fista import FISTA
 from solver_plugins.solve.implicit import solve_implicit
 from solver_plugins.solve.loop import Diagnostics, Solution, solve
@@ -23,9 +25,10 @@ from solver_plugins.solve.problem import BlockProblem, working_dtype
 from solver_plugins.solve.proxgd import ProxGD
 from solver_plugins.solve.proxsg import ProxSG
 from solver_plugins.solve.rcd import RCD
+from solver_plugins.solve.recursion import Momentum, Recursion, Samples
 from solver_plugins.solve.s2gd import S2GD
+from solver_plugins.solve.scale import Observer, Scale
 from solver_plugins.solve.svrg import SVRG
-from solver_plugins.solve.unrolled import fresh_gram
 
 __all__ = [
     "FISTA",
@@ -33,25 +36,38 @@ __all__ = [
     "RCD",
     "S2GD",
     "SVRG",
+    "Activation",
     "Anderson",
     "BlockProblem",
+    "Collapsed",
+    "Constants",
     "DeterministicConfig",
     "Diagnostics",
     "Draws",
+    "Momentum",
+    "Observer",
+    "OutputKind",
     "ProxGD",
     "ProxSG",
     "RateConfig",
+    "Recursion",
+    "Samples",
     "SamplingConfig",
     "SamplingSolver",
+    "Scale",
     "Solution",
     "Solver",
     "SolverConfig",
     "State",
+    "check_combination",
+    "check_rank",
     "conjugate_gradients",
-    "differentiable_solve",
     "fresh_gram",
+    "make_solver",
+    "pose_problem",
     "refuse_second_derivative",
     "solve",
+    "solve_block",
     "solve_implicit",
     "with_adjoint",
     "working_dtype",

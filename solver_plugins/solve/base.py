@@ -18,6 +18,7 @@ from solver_plugins.operators import LinearOperator, tau_nice_indices, tau_nice_
 from solver_plugins.prox import Prior
 from solver_plugins.prox.base import Step
 from solver_plugins.solve.problem import BlockProblem, Formulation
+from solver_plugins.solve.recursion import Recursion, Samples
 from solver_plugins.solve.steps import StepRule, full_smoothness, step_factor
 
 
@@ -53,8 +54,10 @@ class DeterministicConfig(SolverConfig):
     implicit_iters: int = pydantic.Field(
         100, ge=1, description="Conjugate-gradient steps of the implicit backward; 100 suffice at a condition of 1e3."
     )
-    path: Literal["auto", "loop", "two_step", "gram"] = pydantic.Field(
-        "auto", description="How A A^T x is computed; 'auto' counts multiply-adds. 'loop': two steps, plain autograd."
+    path: Literal["auto", "loop", "two_step", "gram", "collapsed"] = pydantic.Field(
+        "auto",
+        description="How A A^T x is computed; 'auto' counts multiply-adds. 'loop': two steps, plain autograd; "
+        "'collapsed': all iterations as one product, where there is no prior.",
     )
 
 
@@ -93,6 +96,9 @@ class SamplingConfig(SolverConfig):
     step: StepRule = pydantic.Field("expected_smoothness", description="Step-size rule.")
     decay: float = pydantic.Field(
         0.9, gt=0, le=1, description="Factor per iteration of step='exp'; 0.9 leaves 39% of the step at iteration ten."
+    )
+    path: Literal["auto", "loop"] = pydantic.Field(
+        "auto", description="How iterates are computed; 'loop': as they are written, with plain autograd."
     )
 
     @pydantic.model_validator(mode="after")
@@ -147,11 +153,14 @@ class Solver(abc.ABC):
         stays_at_step: Every state's step is the problem's, so that its ``v`` is a fixed point at convergence.
         implicit: Whether gradients are those of the minimiser instead of the iterations.
         samples_in_evaluation: Whether evaluation is stochastic, too.
-        path: Which path of :mod:`solver_plugins.solve.paths` is asked for; None where there is no choice.
+        path: Which path of :mod:`solver_plugins.solve.paths` is asked for.
         memory: What is kept for a backward pass.
         low_memory: Whether the backward pass computes iterates again.
         shares_sample: Whether the whole batch shares one sample.
         uniform: Whether all features are equally likely to be sampled.
+
+    A solver that only writes ``step`` is run as it is written, and differentiated by autograd. One whose iterations
+    are of the form in :mod:`solver_plugins.solve.recursion` may declare them, too, and takes the fast paths.
     """
 
     name: ClassVar[str]
@@ -160,12 +169,18 @@ class Solver(abc.ABC):
     samples: ClassVar[Literal["nothing", "inputs", "outputs"]]
     stays_at_step: ClassVar[bool] = False
 
+    def __init_subclass__(cls, **keywords: Any):
+        """Forgets what a class declares where a subclass of it takes other steps."""
+        super().__init_subclass__(**keywords)
+        if "step" in vars(cls) and "recursion" not in vars(cls):
+            cls.recursion = None  # type: ignore[assignment]
+
     def __init__(self, config: Any):
         self.config = config
         self.implicit = getattr(config, "gradient", "unrolled") == "implicit"
         self.samples_in_evaluation = getattr(config, "eval_mode", "deterministic") == "stochastic"
         # Read here: a compiler cannot follow pydantic to a field that may be missing.
-        self.path: str | None = getattr(config, "path", None)
+        self.path: str = getattr(config, "path", "auto")
         self.memory: str = getattr(config, "memory", "full")
         self.low_memory = self.memory == "low"
         self.shares_sample = not getattr(config, "per_sample", True)
@@ -206,6 +221,11 @@ class Solver(abc.ABC):
         """Returns the constant whose inverse is the step (see :mod:`solver_plugins.solve.steps`)."""
         return full_smoothness(lipschitz, self.config.lam)
 
+    @property
+    def recursion(self) -> Recursion | None:
+        """What :meth:`step` does, declared for the kernel; None where nothing is declared."""
+        return None
+
     @abc.abstractmethod
     def init(self, problem: BlockProblem) -> Any:
         """Returns the state before the first iteration (None where ``x_0 = 0`` says it all)."""
@@ -245,16 +265,36 @@ class SamplingSolver(Solver):
         """Returns how many of the features are drawn: as many as a dropout rate ``p`` keeps, or a single one."""
         return tau_of(self.config.p, features) if isinstance(self.config, RateConfig) else 1
 
+    @property
+    def recursion(self) -> Recursion | None:
+        """The steps; what is drawn comes with :meth:`draw`."""
+        return Recursion(self.factor if self.config.step in ("exp", "bottou") else None)
+
+    def factor(self, iteration: int, smoothness: Step) -> Step:
+        """Returns what the step of an iteration is multiplied by, given the constant that sets it."""
+        config = self.config
+        return step_factor(config.step, iteration, decay=config.decay, lam=config.lam, smoothness=smoothness)
+
     def step_at(self, problem: BlockProblem, iteration: int) -> Step:
         """Returns the step ``t_k`` of an iteration."""
-        factor = step_factor(
-            self.config.step,
-            iteration,
-            decay=self.config.decay,
-            lam=self.config.lam,
-            smoothness=problem.smoothness,
-        )
-        return problem.step * factor
+        return problem.step * self.factor(iteration, problem.smoothness)
+
+    def thins(self, operator: LinearOperator) -> bool:
+        """Whether a sample leaves features out."""
+        features = operator.out_features if self.samples == "outputs" else operator.in_features
+        return self.tau(features) < features
+
+    def draw(self, problem: BlockProblem, draws: Draws, *, indices: bool) -> Samples:
+        """Draws all that a solve needs, for the kernel; on the CPU the same as :meth:`step` draws.
+
+        Args:
+            problem: The problem.
+            draws: Where random numbers come from.
+            indices: Whether samples of the inputs are indices of columns, else masks.
+        """
+        tau, features = self.tau(problem.operator.in_features), problem.operator.in_features
+        inputs = self.uniform_samples(problem, tau, self.config.iters, draws, indices=indices)
+        return Samples(inputs, features / tau)
 
     def batch_shape(self, tensor: Tensor, operator: LinearOperator) -> tuple[int, ...]:
         """Returns how many independent draws to make: one per problem, or a single one for all of them."""

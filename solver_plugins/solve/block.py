@@ -1,153 +1,74 @@
-"""One block solve: what the functions and the modules of this room share."""
+"""The one entrance to a block solve, for modules, functions and the cost model alike."""
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from solver_plugins.errors import InputError, NoMinimizerError, NoMinimizerWarning, OptionError, ShapeError, warn
-from solver_plugins.operators import Geometry, LinearOperator, autocasts, product_dtype
+from solver_plugins.errors import OptionError
+from solver_plugins.operators import LinearMap, LinearOperator, product_dtype
 from solver_plugins.prox import Prior
-from solver_plugins.registry import SOLVERS
-from solver_plugins.solve.base import Draws, Solver
-from solver_plugins.solve.differentiate import differentiable_solve
-from solver_plugins.solve.loop import Diagnostics, Solution
+from solver_plugins.solve.base import Draws, SamplingSolver, Solver
+from solver_plugins.solve.checks import check_input
+from solver_plugins.solve.collapse import Affine, Collapsed, applied, collapse, collapse_output, multiplied, scaled
+from solver_plugins.solve.implicit import solve_implicit
+from solver_plugins.solve.loop import Diagnostics, Solution, solve
+from solver_plugins.solve.paths import path_for
 from solver_plugins.solve.problem import BlockProblem, working_dtype
+from solver_plugins.solve.products import symmetric_product
+from solver_plugins.solve.run import runs_in_kernel, solve_in_kernel
+from solver_plugins.solve.scale import Scale
 
-Activation = nn.Module | Callable[..., Tensor] | str | Prior | None
-OutputKind = Literal["argument", "value"]
 
+@dataclass(frozen=True)
+class Constants:
+    """What a block knows about its weights before it solves.
 
-def make_solver(solver: str | Solver, iters: int | None, options: dict[str, Any]) -> Solver:
-    """Returns a solver from its registered name and options, or the given one.
-
-    Raises:
-        UnknownNameError: For an unknown solver.
-        OptionError: For an unknown option or a bad value, or options beside a ready solver.
+    Attributes:
+        L: ``lambda_max(A A^T)``, a 0-d tensor that is a constant for the backward pass.
+        gram: ``A A^T``, where it is known already: kept in evaluation, or computed in this forward pass.
+        collapsed: Where the block keeps a collapsed solve in evaluation.
+        residual: A 0-d buffer that receives the residual of an implicit solve.
     """
-    if isinstance(solver, Solver):
-        if options or iters is not None:
-            raise OptionError(
-                f"Expected options inside the given solver {solver!r}; found {sorted(options) or ['iters']} beside it."
-            )
-        return solver
-    made: Solver = SOLVERS.get(solver).from_options(**options, **({} if iters is None else {"iters": iters}))
-    return made
+
+    L: Tensor
+    gram: Tensor | None = None
+    collapsed: Collapsed | None = None
+    residual: Tensor | None = None
 
 
-def check_combination(
-    solver: Solver, prior: Prior, output: str, out_features: int, in_features: int, geometry: Geometry
-) -> None:
-    """Checks that solver, prior, output and shape go together.
-
-    Raises:
-        OptionError: If they do not.
-        NoMinimizerError: If an implicit gradient is asked of a problem that may have no minimiser.
-
-    Warns:
-        NoMinimizerWarning: If iterates may grow without bound.
-    """
-    if output not in ("argument", "value"):
-        raise OptionError(f"Expected output to be 'argument' or 'value'; found {output!r}.")
-    solver.check_prior(prior)
-    if solver.samples == "outputs" and output == "argument" and prior.zero_argument is None:
-        raise OptionError(
-            f"{solver.name} leaves coordinates at zero, and the activation {prior.name!r} never is zero: there is no "
-            "argument to hand out; use output='value'."
-        )
-    if solver.config.lam > 0 or prior.bounded or out_features <= in_features * math.prod(geometry.stride):
-        return
-    reason = (
-        f"{out_features} outputs of {in_features} inputs with lam=0 and prior {prior.name!r}: the problem need not "
-        "have a minimiser, and its iterates can grow without bound; use lam > 0 (default 1e-3)"
-    )
-    if solver.implicit:
-        raise NoMinimizerError(f"{reason}. An implicit gradient does not exist there.")
-    warn(f"{reason}.", NoMinimizerWarning)
-
-
-def check_rank(solver: Solver, prior: Prior, kernel: Tensor) -> None:
-    """Raises NoMinimizerError if an implicit gradient with ``lam = 0`` meets a map that may lack full row rank.
-
-    The rank is known for a linear layer only; a bounded prior needs none.
-    """
-    if not solver.implicit or solver.config.lam > 0 or prior.bounded or kernel.is_meta:
-        return
-    if kernel.dim() == 2 and int(torch.linalg.matrix_rank(kernel.detach().double())) == kernel.shape[0]:
-        return
-    raise NoMinimizerError(
-        "gradient='implicit' with lam=0 needs a linear map of full row rank; a weight of shape "
-        f"{tuple(kernel.shape)} was found that is not known to be one. Use lam > 0 (default 1e-3)."
-    )
-
-
-def check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) -> None:
-    """Raises InputError or ShapeError for what the plain layer would not take, on every path of every solver."""
-    if not isinstance(input, Tensor):
-        raise InputError(f"Expected a tensor; found {type(input).__name__}.")
-    weight = operator.weight
-    autocast = autocasts(weight.device)
-    if not input.is_floating_point() or (input.dtype != weight.dtype and not autocast):
-        raise InputError(f"Expected an input in {weight.dtype}, the weight's dtype; found {input.dtype}.")
-    if skip is not None:
-        batch = tuple(input.shape[: input.dim() - len(operator.problem_dims)])
-        shape = (*batch, operator.out_features, *getattr(operator, "output_size", ()))
-        if tuple(skip.shape) != shape:
-            raise ShapeError(f"Expected a skip of the output's shape {shape}; found {tuple(skip.shape)}.")
-
-
-def run_block(
+def pose_problem(
     solver: Solver,
     prior: Prior,
     operator: LinearOperator,
     input: Tensor,
-    bias: Tensor | None,
+    constants: Constants,
     layer: Callable[[], Tensor],
-    lipschitz: Tensor,
     *,
+    bias: Tensor | None = None,
     skip: Tensor | None = None,
     additive: Tensor | None = None,
-    dtype: torch.dtype | None = None,
-    residual: Tensor | None = None,
-    gain: Tensor | None = None,
-    shift: Tensor | None = None,
-    blend: Tensor | None = None,
-    gram: Tensor | None = None,
-    fresh_gram: Tensor | None = None,
-    observer: Callable[[Tensor, int], tuple[Tensor, Tensor] | None] | None = None,
-    output: str = "argument",
-    training: bool = True,
-    generator: torch.Generator | None = None,
-    diagnose: bool = False,
-) -> tuple[Tensor, Diagnostics | None]:
-    """Solves one block problem.
+) -> BlockProblem:
+    """Returns the problem that a block solves.
 
     Args:
-        solver: The solver.
+        solver: The solver, whose options are part of the problem.
         prior: The prior whose proximal map is the activation.
         operator: ``A``.
         input: ``u``.
-        bias: One number per output feature, or None.
+        constants: What is known about ``A``.
         layer: Computes ``A u + b`` (without the skip) as the plain layer does, bit for bit.
-        lipschitz: ``lambda_max(A A^T)``, a 0-d tensor that is a constant for the backward pass.
+        bias: One number per output feature, or None.
         skip: Joins the bias (appendix J).
         additive: All that is added to ``A u``, where bias and skip are not known apart; ``layer`` includes it.
-        dtype: Of the result; by default that of the plain layer's output.
-        residual: A 0-d buffer that receives the residual of an implicit solve.
-        gain: One factor per output feature on the last argument.
-        shift: What is added to that, one number per output feature.
-        blend: ``a`` in ``(1 - a) v_1 + a v_K``, a 0-d tensor; None is one.
-        gram: ``A A^T``, where it is known already.
-        fresh_gram: The same, computed in this forward; gradients of the weight are right with it, too.
-        observer: Sees the last argument and the dimension of its features, and returns the gain and shift to use.
-        output: The "argument" of the activation, or its "value".
-        training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
-        generator: Source of the draws; the global one by default.
-        diagnose: Also record objective and residual per iteration.
+
+    Raises:
+        InputError: For an input that the plain layer would not take.
+        ShapeError: For a skip of another shape than the output.
+        OptionError: For a prior that couples independent problems.
     """
-    sampling = solver.samples != "nothing" and (training or solver.samples_in_evaluation)
     check_input(input, operator, skip)
     if not prior.separable:
         dim = getattr(prior, "dim", operator.feature_dim)
@@ -157,13 +78,12 @@ def run_block(
                 "which would couple independent problems."
             )
     products = product_dtype(operator.weight)
-    dtype = products if dtype is None else dtype
     working = working_dtype(products)
     if bias is not None:
         additive = operator.per_feature(bias).to(working)
     if skip is not None:
         additive = skip.to(working) if additive is None else additive + skip
-    problem = BlockProblem(
+    return BlockProblem(
         operator=operator,
         input=input,
         bias=additive,
@@ -171,44 +91,154 @@ def run_block(
         dtype=working,
         rounding=torch.finfo(products).eps,
         prior=prior,
-        smoothness=solver.smoothness(operator, lipschitz.detach().to(working)),
+        smoothness=solver.smoothness(operator, constants.L.detach().to(working)),
         lam=solver.config.lam,
         formulation=solver.config.formulation,
+        known=skip is not None or (additive is not None and bias is None),
+        result=products,
     )
-    draws = Draws(generator) if sampling else None
-    solution = differentiable_solve(
-        solver,
-        problem,
-        draws=draws,
-        diagnose=diagnose,
-        residual=residual,
-        keep_first=blend is not None,
-        gram=gram,
-        fresh_gram=fresh_gram,
+
+
+def fresh_gram(solver: Solver, prior: Prior, operator: LinearOperator, shape: torch.Size) -> Tensor | None:
+    """Returns ``A A^T``, recorded nowhere, if a solve in training will multiply by it; None if not.
+
+    The step size can use it, too. Gradients of the weight do not come through it.
+
+    Args:
+        solver: The solver.
+        prior: The prior.
+        operator: ``A``.
+        shape: Of the input.
+    """
+    if solver.recursion is None or prior.learnable or prior.opaque or not isinstance(operator, LinearMap):
+        return None
+    weight = operator.weight
+    if operator.diagonal is not None or product_dtype(weight) != working_dtype(weight.dtype):
+        return None
+    sampling = solver.samples != "nothing"
+    if path_for(solver, operator, math.prod(shape[:-1]), sampling=sampling, prior=prior) != "gram":
+        return None
+    with torch.no_grad():
+        return symmetric_product(weight.detach())
+
+
+def solve_block(
+    problem: BlockProblem,
+    solver: Solver,
+    constants: Constants,
+    scale: Scale | None = None,
+    *,
+    output: str = "argument",
+    training: bool = True,
+    generator: torch.Generator | None = None,
+    diagnose: bool = False,
+) -> tuple[Tensor, Diagnostics | None]:
+    """Solves one block problem so that gradients reach its input, weights, bias and prior.
+
+    Unrolled (any order of derivatives) unless the solver's config says ``gradient="implicit"`` (first derivatives
+    only; a second one is refused). The path is that of the cost model, or of the solver's config.
+
+    Args:
+        problem: From :func:`pose_problem`.
+        solver: The solver.
+        constants: What is known about the weights.
+        scale: What is done to the result.
+        output: The "argument" of the activation, or its "value".
+        training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
+        generator: Source of the draws; the global one by default.
+        diagnose: Also record objective and residual per iteration.
+    """
+    scale, operator, prior = Scale() if scale is None else scale, problem.operator, problem.prior
+    sampling = isinstance(solver, SamplingSolver) and (training or solver.samples_in_evaluation)
+    draws = Draws(generator) if sampling and (diagnose or solver.thins(operator) or solver.recursion is None) else None
+    tensors = (operator.weight, operator.diagonal, problem.bias)
+    recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    # In training a Gram matrix is that of this very pass.
+    gram = None if not training and recorded else constants.gram
+    keeper = None if training or recorded else constants.collapsed
+    batch = math.prod(problem.input.shape[: -len(operator.problem_dims)])
+    path = (
+        "loop"
+        if diagnose
+        else path_for(
+            solver,
+            operator,
+            batch,
+            sampling=draws is not None,
+            prior=prior,
+            gram_is_known=gram is not None,
+            known=problem.known,
+            kept=keeper is not None,
+        )
     )
-    if observer is not None:
-        gain, shift = observer(solution.argument, operator.feature_dim) or (None, None)
-    if gain is None and shift is None and blend is None:
-        result = solution.argument if output == "argument" else solution.value
+    if path == "collapsed":
+        return _collapsed(problem, solver, scale, keeper).to(problem.result or problem.dtype), None
+    solution = _solved(problem, solver, path, draws, gram, constants.residual, scale.blend is not None, diagnose)
+    result = solution.argument
+    if scale.observer is not None:
+        chosen = scale.observer(result, operator.feature_dim) or (None, None)
+        scale = replace(scale, gain=chosen[0], shift=chosen[1])
+    if scale.is_one:
+        result = result if output == "argument" else solution.value
     else:
-        result = _rescaled(solution, operator, gain, shift, blend)
+        result = scale.of(result, solution.first, operator.per_feature)
         result = result if output == "argument" else prior.prox(result, 1.0)
-    return result.to(dtype), solution.diagnostics
+    return result.to(problem.result or problem.dtype), solution.diagnostics
 
 
-def _rescaled(
-    solution: Solution,
-    operator: LinearOperator,
-    gain: Tensor | None,
-    shift: Tensor | None,
-    blend: Tensor | None,
-) -> Tensor:
-    last = solution.argument
-    if gain is not None:
-        last = last * operator.per_feature(gain).to(last.dtype)
-    if shift is not None:
-        last = last + operator.per_feature(shift).to(last.dtype)
-    if blend is None:
-        return last
-    assert solution.first is not None
-    return torch.lerp(solution.first, last, blend.to(last.dtype))
+def _solved(
+    problem: BlockProblem,
+    solver: Solver,
+    path: str,
+    draws: Draws | None,
+    gram: Tensor | None,
+    residual: Tensor | None,
+    keep_first: bool,
+    diagnose: bool,
+) -> Solution:
+    def run(keep_first: bool) -> Solution:
+        if path != "loop" and runs_in_kernel(solver, problem, draws):
+            return solve_in_kernel(solver, problem, path, draws, gram=gram, keep_first=keep_first)
+        made = problem
+        if path == "gram" and isinstance(problem.operator, LinearMap):
+            live = torch.is_grad_enabled() and problem.operator.weight.requires_grad
+            made = replace(problem, gram=problem.make_gram(None if live else gram))
+        return solve(solver, made, draws=draws, diagnose=diagnose, keep_first=keep_first)
+
+    if solver.implicit:
+        return solve_implicit(solver, problem, run=run, residual=residual, keep_first=keep_first)
+    return run(keep_first)
+
+
+def _collapsed(problem: BlockProblem, solver: Solver, scale: Scale, keeper: Collapsed | None) -> Tensor:
+    """Returns the scaled argument of a solve without a prior, which is also its value."""
+    operator = problem.operator
+    if scale.observer is not None:
+        last = _plain_collapse(problem, solver).to(problem.dtype)
+        chosen = scale.observer(last, operator.feature_dim) or (None, None)
+        scale = replace(scale, gain=chosen[0], shift=chosen[1])
+        return scale.of(last, problem.first(problem.step) if scale.blend is not None else None, operator.per_feature)
+    if problem.known:
+
+        def make() -> tuple[Tensor]:
+            return (collapse_output(solver, problem),)
+
+        small = (make() if keeper is None else keeper.get(problem, Scale(), make))[0]
+        last = multiplied(problem, small)
+        return scale.of(last, problem.first(problem.step) if scale.blend is not None else None, operator.per_feature)
+
+    def form() -> tuple[Affine]:
+        folded, step = operator.folded(), problem.step
+        weight = folded.weight.to(problem.dtype)
+        bias = None if problem.bias is None else problem.bias.reshape(-1)
+        first = Affine(weight * step, None if bias is None else bias * step)
+        return (scaled(scale, first, collapse(solver, problem)),)
+
+    affine = (form() if keeper is None else keeper.get(problem, scale, form))[0]
+    return applied(operator, problem.input, affine)
+
+
+def _plain_collapse(problem: BlockProblem, solver: Solver) -> Tensor:
+    if problem.known:
+        return multiplied(problem, collapse_output(solver, problem))
+    return applied(problem.operator, problem.input, collapse(solver, problem))

@@ -1,10 +1,7 @@
 """Mini-batch semi-stochastic gradient descent (mS2GD, Prop. 2)."""
 
-from torch import Tensor
-
 from solver_plugins.registry import register_solver
-from solver_plugins.solve.base import Draws, RateConfig
-from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.base import RateConfig
 from solver_plugins.solve.variance_reduced import VarianceReduced, VarianceReducedConfig
 
 
@@ -22,11 +19,4 @@ class MS2GD(VarianceReduced):
     name = "ms2gd"
     tags = ("sampling", "variance-reduced")
     Config = MS2GDConfig
-
-    def keeps_iterates(self) -> bool:
-        return False
-
-    def next_snapshot(
-        self, problem: BlockProblem, last: Tensor, iterates: tuple[Tensor, ...], draws: Draws | None
-    ) -> Tensor:
-        return last
+    mixes = False

@@ -45,6 +45,8 @@ class BlockProblem:
         lam: The strong convexity that is added to ``F``.
         formulation: See the module's docstring.
         gram: ``s A A^T`` as a matrix, where products with it are cheaper; see :mod:`solver_plugins.solve.paths`.
+        known: Whether the layer's output is there already, or holds more than a bias per feature.
+        result: The dtype of the result; None is that of the plain layer's output.
     """
 
     operator: LinearOperator
@@ -58,6 +60,8 @@ class BlockProblem:
     lam: float
     formulation: Formulation
     gram: Tensor | None = None
+    known: bool = False
+    result: torch.dtype | None = None
     _output: Tensor | None = None
 
     @property

@@ -3,6 +3,7 @@
 from solver_plugins.registry import register_solver
 from solver_plugins.solve.base import Draws, KernelConfig, Solver, State
 from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.recursion import Recursion
 
 
 @register_solver
@@ -19,6 +20,10 @@ class ProxGD(Solver):
     Config = KernelConfig
     samples = "nothing"
     stays_at_step = True
+
+    @property
+    def recursion(self) -> Recursion:
+        return Recursion()
 
     def init(self, problem: BlockProblem) -> None:
         return None

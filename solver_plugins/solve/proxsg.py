@@ -1,6 +1,7 @@
 """Proximal stochastic gradient with tau-nice or importance sampling (Prox-SG, Prop. 1)."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import pydantic
@@ -11,6 +12,7 @@ from solver_plugins.operators import LinearOperator, importance_mask, importance
 from solver_plugins.registry import register_solver
 from solver_plugins.solve.base import Draws, RateConfig, SamplingSolver, State
 from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.recursion import Samples
 from solver_plugins.solve.steps import StepRule, full_smoothness, sampled_smoothness
 
 UNIFORM_SHARE = 0.5
@@ -27,7 +29,7 @@ class ProxSGConfig(RateConfig):
         description="'uniform' is tau-nice; 'lipschitz' draws feature i with a probability proportional to |a_i|^2, "
         "'gradient' to |grad f_i(x)|.",
     )
-    path: Literal["auto", "loop", "masked", "columns"] = pydantic.Field(
+    path: Literal["auto", "loop", "masked", "columns"] = pydantic.Field(  # type: ignore[assignment]
         "auto",
         description="How a sampled gradient is computed; 'auto' counts multiply-adds. 'columns' gathers the sampled "
         "columns and needs per_sample=False; 'loop': masks, plain autograd.",
@@ -92,6 +94,22 @@ class ProxSG(SamplingSolver):
             probabilities = torch.full_like(norms, UNIFORM_SHARE * tau / norms.numel())
         return sampled_smoothness(lipschitz, self.config.lam, norms, tau, probabilities)
 
+    recursion = SamplingSolver.recursion
+
+    def draw(self, problem: BlockProblem, draws: Draws, *, indices: bool) -> Samples:
+        operator, iterations = problem.operator, self.config.iters
+        if self.config.sampling == "uniform":
+            return super().draw(problem, draws, indices=indices)
+        tau, norms = self.tau(operator.in_features), self._norms(problem)
+        if self.config.sampling == "gradient":
+            return Samples(chooser=partial(self._chosen, problem, tau, norms, draws))
+        probabilities = inclusion_probabilities(norms, tau).expand(*self.batch_shape(problem.input, operator), -1)
+        return Samples(torch.stack([self._weights(problem, probabilities, tau, draws) for _ in range(iterations)]))
+
+    def _chosen(self, problem: BlockProblem, tau: int, norms: Tensor, draws: Draws, residual: Tensor) -> Tensor:
+        probabilities = self._probabilities(problem, residual, tau, norms)
+        return self._weights(problem, probabilities, tau, draws)
+
     def init(self, problem: BlockProblem) -> None:
         return None
 
@@ -107,13 +125,20 @@ class ProxSG(SamplingSolver):
             gradient = problem.gradient(x)
         else:
             if norms is None and self.config.sampling != "uniform":
-                # Once per solve: those of a convolution take longer than an iteration.
-                with torch.no_grad():
-                    norms = problem.operator.column_norms_sq().to(problem.dtype)
+                norms = self._norms(problem)
             if norms is not None and (probabilities is None or self.config.sampling == "gradient"):
-                probabilities = self._probabilities(problem, x, tau, norms)
+                u = problem.input
+                with torch.no_grad():
+                    start = x is None or self.config.sampling == "lipschitz"
+                    residual = u.to(problem.dtype) if start else problem.scaled(problem.operator.adjoint(x)) - u
+                probabilities = self._probabilities(problem, residual, tau, norms)
             gradient = problem.sampled_gradient(x, self._weights(problem, probabilities, tau, draws))
         return SampledState(problem.descend(x, gradient, step), step, probabilities, norms)
+
+    @torch.no_grad()
+    def _norms(self, problem: BlockProblem) -> Tensor:
+        """Returns ``|a_i|^2``; once per solve, for those of a convolution take longer than an iteration."""
+        return problem.operator.column_norms_sq().to(problem.dtype)
 
     def _weights(self, problem: BlockProblem, probabilities: Tensor | None, tau: int, draws: Draws) -> Tensor:
         """Draws a sample and returns its weights, of mean one, shaped like the input's features."""
@@ -124,13 +149,12 @@ class ProxSG(SamplingSolver):
         return operator.per_feature(importance_weights(mask, probabilities).to(u.dtype))
 
     @torch.no_grad()
-    def _probabilities(self, problem: BlockProblem, x: Tensor | None, tau: int, norms: Tensor) -> Tensor:
-        """Returns inclusion probabilities in the working precision, one row per draw."""
+    def _probabilities(self, problem: BlockProblem, residual: Tensor, tau: int, norms: Tensor) -> Tensor:
+        """Returns inclusion probabilities in the working precision, one row per draw, given ``s A^T x - u``."""
         operator, u = problem.operator, problem.input
         if self.config.sampling == "lipschitz":
             return inclusion_probabilities(norms, tau).expand(*self.batch_shape(u, operator), -1)
         # |grad f_i(x)| ~ |a_i| |a_i^T x - u_i|, half uniform.
-        residual = u.to(problem.dtype) if x is None else problem.scaled(operator.adjoint(x)) - u
         space = operator.problem_dims[1:]
         size = torch.linalg.vector_norm(residual, dim=space) if space else residual.abs()
         if not self.config.per_sample:

@@ -6,10 +6,12 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import OptionError
+from solver_plugins.operators import tau_nice_masks
 from solver_plugins.prox import Prior
 from solver_plugins.registry import register_solver
 from solver_plugins.solve.base import Draws, RateConfig, SamplingSolver, State
 from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.recursion import Samples
 
 
 class RCDConfig(RateConfig):
@@ -55,6 +57,20 @@ class RCD(SamplingSolver):
                 f"rcd updates single coordinates, and the prior {prior.name!r} couples them; use another solver."
             )
 
+    recursion = SamplingSolver.recursion
+
+    def draw(self, problem: BlockProblem, draws: Draws, *, indices: bool) -> Samples:
+        operator, output = problem.operator, problem.output
+        masks = tau_nice_masks(
+            self.config.iters,
+            self.batch_shape(output, operator),
+            operator.out_features,
+            self.tau(operator.out_features),
+            device=output.device,
+            generator=draws.generator,
+        )
+        return Samples(outputs=operator.per_feature(masks))
+
     def init(self, problem: BlockProblem) -> CoordinateState:
         zero = torch.zeros_like(problem.output)
         argument = problem.prior.zero_argument
@@ -76,10 +92,12 @@ class RCD(SamplingSolver):
         kept = None if state.unit_argument is None else torch.where(drawn, argument, state.unit_argument)
         return CoordinateState(v, step, torch.where(drawn, x, state.x), kept)
 
-    def value(self, problem: BlockProblem, state: CoordinateState) -> Tensor:
-        return state.x
+    def value(self, problem: BlockProblem, state: State) -> Tensor:
+        return state.x if isinstance(state, CoordinateState) else super().value(problem, state)
 
-    def argument(self, problem: BlockProblem, state: CoordinateState) -> Tensor:
+    def argument(self, problem: BlockProblem, state: State) -> Tensor:
+        if not isinstance(state, CoordinateState):
+            return super().argument(problem, state)
         if state.unit_argument is None:
             raise OptionError(
                 f"rcd leaves coordinates at zero, and the activation {problem.prior.name!r} never is zero, so there is "

@@ -23,21 +23,15 @@ class S2GD(VarianceReduced):
     tags = ("sampling", "variance-reduced", "serial")
     Config = VarianceReducedConfig
 
-    def next_snapshot(
-        self, problem: BlockProblem, last: Tensor, iterates: tuple[Tensor, ...], draws: Draws | None
-    ) -> Tensor:
-        if draws is None:
-            return last
-        operator = problem.operator
+    def picks(self, problem: BlockProblem, draws: Draws) -> Tensor:
+        inner, u, operator = self.config.inner, problem.input, problem.operator
         # t lam is lam/L in both formulations.
-        keep = 1 - problem.lam / problem.smoothness
-        powers = torch.arange(len(iterates) - 1, -1, -1, device=last.device, dtype=last.dtype)
-        law = torch.cumsum(keep.to(last.dtype) ** powers, 0)
-        shape = self.batch_shape(last, operator)
-        position = uniform(shape, last.device, last.dtype, draws.generator)
-        chosen = torch.searchsorted(law / law[-1], position.unsqueeze(-1)).clamp_max(len(iterates) - 1)
-        chosen = chosen.reshape(shape + (1,) * len(operator.problem_dims))
-        snapshot = iterates[0]
-        for index, iterate in enumerate(iterates[1:], start=1):
-            snapshot = torch.where(chosen == index, iterate, snapshot)
-        return snapshot
+        keep = (1 - problem.lam / problem.smoothness).to(problem.dtype)
+        law = torch.cumsum(keep ** torch.arange(inner - 1, -1, -1, device=u.device, dtype=problem.dtype), 0)
+        shape = self.batch_shape(u, operator)
+        position = uniform(shape, u.device, problem.dtype, draws.generator)
+        chosen = torch.searchsorted(law / law[-1], position.unsqueeze(-1)).clamp_max(inner - 1)
+        places = torch.arange(inner, device=u.device).reshape(-1, *(1,) * u.dim())
+        if not shape:
+            chosen = chosen.reshape((1,) * u.dim())
+        return (places == chosen.reshape(shape + (1,) * (u.dim() - len(shape)))).to(problem.dtype)

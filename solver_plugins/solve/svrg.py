@@ -20,7 +20,6 @@ class SVRG(VarianceReduced):
     tags = ("sampling", "variance-reduced", "serial")
     Config = VarianceReducedConfig
 
-    def next_snapshot(
-        self, problem: BlockProblem, last: Tensor, iterates: tuple[Tensor, ...], draws: Draws | None
-    ) -> Tensor:
-        return last if draws is None else torch.stack(iterates).mean(0)
+    def picks(self, problem: BlockProblem, draws: Draws) -> Tensor:
+        inner, u = self.config.inner, problem.input
+        return torch.full((inner, *(1,) * u.dim()), 1 / inner, dtype=problem.dtype, device=u.device)

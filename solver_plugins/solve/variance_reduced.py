@@ -1,16 +1,17 @@
 """The iteration shared by mS2GD, S2GD and SVRG (Prop. 2, eq. 28-31)."""
 
-import abc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pydantic
+import torch
 from torch import Tensor
 
 from solver_plugins.operators import LinearOperator
 from solver_plugins.solve.base import Draws, SamplingConfig, SamplingSolver, State
 from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.recursion import Recursion, Samples
 from solver_plugins.solve.steps import full_smoothness, sampled_smoothness
 
 
@@ -38,7 +39,7 @@ class OuterState(State):
     Attributes:
         snapshot: ``y``, where the full gradient was taken; None is zero.
         full_gradient: ``grad F(y)``.
-        iterates: The inner iterates of this loop so far, where the next snapshot needs them.
+        iterates: The inner iterates of this loop so far.
     """
 
     snapshot: Tensor | None
@@ -52,20 +53,36 @@ class VarianceReduced(SamplingSolver):
         x <- prox_{t g}(x - t (grad F(y) + grad F_S(x) - grad F_S(y)))                                        (eq. 28)
 
     The sampled correction ``s (A diag(w) A^T + lam)(x - y)`` does not contain the input, and vanishes at the first
-    inner step, where ``x = y`` (Proposition 2 corrected).
+    inner step, where ``x = y`` (Proposition 2 corrected). The next ``y`` is a mean of a loop's iterates.
     """
 
     samples = "inputs"
+    mixes: ClassVar[bool] = True
+    """Whether :meth:`picks` takes more than the last iterate into account."""
 
-    @abc.abstractmethod
-    def next_snapshot(
-        self, problem: BlockProblem, last: Tensor, iterates: tuple[Tensor, ...], draws: Draws | None
-    ) -> Tensor:
-        """Chooses the next ``y`` from the inner iterates, of which ``last`` is the last."""
+    def picks(self, problem: BlockProblem, draws: Draws) -> Tensor:
+        """Returns the shares of a loop's iterates in the next ``y``, shape ``(inner, *batch, 1, ...)``."""
+        raise NotImplementedError
 
-    def keeps_iterates(self) -> bool:
-        """Whether :meth:`next_snapshot` looks at more than the last iterate."""
-        return True
+    @property
+    def recursion(self) -> Recursion:
+        declared = super().recursion
+        assert declared is not None
+        return replace(declared, reference=self.config.inner)
+
+    def thins(self, operator: LinearOperator) -> bool:
+        # The next reference point may be drawn even where no feature is left out.
+        return self.mixes or super().thins(operator)
+
+    def draw(self, problem: BlockProblem, draws: Draws, *, indices: bool) -> Samples:
+        inner, again, features = self.config.inner, self.config.iters - 1, problem.operator.in_features
+        tau, picks = self.tau(features), []
+        masks = [self.uniform_samples(problem, tau, min(inner - 1, again), draws, indices=False)]
+        for start in range(inner, again + 1, inner):
+            if self.mixes:
+                picks.append(self.picks(problem, draws))
+            masks.append(self.uniform_samples(problem, tau, min(inner - 1, again - start), draws, indices=False))
+        return Samples(torch.cat(masks), features / tau, picks=torch.stack(picks) if picks else None)
 
     def smoothness(self, operator: LinearOperator, lipschitz: Tensor) -> Tensor:
         tau = self.tau(operator.in_features)
@@ -82,9 +99,11 @@ class VarianceReduced(SamplingSolver):
             gradient = problem.gradient(None)
             return OuterState(problem.descend(None, gradient, step), step, None, gradient, ())
         x = self.value(problem, state)
-        iterates = (*state.iterates, x) if self.keeps_iterates() else ()
+        iterates = (*state.iterates, x) if self.mixes and draws is not None else ()
         if iteration % self.config.inner == 0:
-            y = self.next_snapshot(problem, x, iterates, draws)
+            y = x
+            if self.mixes and draws is not None:
+                y = (torch.stack(iterates) * self.picks(problem, draws)).sum(0)
             gradient = problem.gradient(y)
             return OuterState(problem.descend(y, gradient, step), step, y, gradient, ())
         tau = self.tau(problem.operator.in_features)

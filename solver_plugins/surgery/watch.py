@@ -45,6 +45,7 @@ class _Watch:
 
     solver: Solver
     activated: bool
+    recursion: None = None
     seen: list[Seen] = field(default_factory=list)
     solving: bool = False
 
