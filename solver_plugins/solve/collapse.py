@@ -22,7 +22,7 @@ from solver_plugins.operators import ConvMap, LinearMap, LinearOperator, autocas
 from solver_plugins.solve.base import Solver
 from solver_plugins.solve.layout import Layout
 from solver_plugins.solve.problem import BlockProblem
-from solver_plugins.solve.products import Numbers, symmetric_product, times
+from solver_plugins.solve.products import Numbers, matrix_of, symmetric_product, times, with_diagonal
 from solver_plugins.solve.recursion import Recursion
 from solver_plugins.solve.scale import Scale
 
@@ -46,7 +46,7 @@ def collapse(solver: Solver, problem: BlockProblem) -> Affine:
     """Returns weight and bias of all iterations of a solve; differentiable in the layer's."""
     operator, state = problem.operator.folded(), _Polynomial(solver, problem)
     with autocast_off(operator.weight.device):
-        matrix = _matrix(operator, problem.dtype)
+        matrix = matrix_of(operator, operator.weight.to(problem.dtype))
         bias = None if problem.bias is None else problem.bias.reshape(*matrix.shape[:-1])
         if matrix.shape[-2] <= matrix.shape[-1]:
             small = state.of(symmetric_product(matrix))
@@ -63,7 +63,9 @@ def collapse_output(solver: Solver, problem: BlockProblem) -> Tensor:
     """Returns ``P``, with ``v_T = P c``: of use where the layer's output ``c`` is known."""
     operator = problem.operator.folded()
     with autocast_off(operator.weight.device):
-        return _Polynomial(solver, problem).of(symmetric_product(_matrix(operator, problem.dtype)))
+        return _Polynomial(solver, problem).of(
+            symmetric_product(matrix_of(operator, operator.weight.to(problem.dtype)))
+        )
 
 
 def multiplied(problem: BlockProblem, small: Tensor) -> Tensor:
@@ -95,25 +97,13 @@ def applied(operator: LinearOperator, u: Tensor, affine: Affine) -> Tensor:
 def power_sum(matrix: Tensor, count: int) -> Tensor:
     """Returns ``I + M + ... + M^(count-1)``, by ``S_2k(M) = (I + M) S_k(M^2)`` and ``S_k+1(M) = I + M S_k(M)``."""
     if count == 1:
-        return _plus_identity(torch.zeros_like(matrix), 1.0)
+        return with_diagonal(torch.zeros_like(matrix), 1.0)
     if count == 2:
-        return _plus_identity(matrix, 1.0)
+        return with_diagonal(matrix, 1.0)
     if count % 2:
-        return _plus_identity(matrix @ power_sum(matrix, count - 1), 1.0)
+        return with_diagonal(matrix @ power_sum(matrix, count - 1), 1.0)
     half = power_sum(matrix @ matrix, count // 2)
     return half + matrix @ half
-
-
-def _plus_identity(matrix: Tensor, number: Any) -> Tensor:
-    diagonal = torch.as_tensor(number, dtype=matrix.dtype, device=matrix.device)
-    return matrix + torch.diag_embed(diagonal.expand(matrix.shape[-1]))
-
-
-def _matrix(operator: LinearOperator, dtype: torch.dtype) -> Tensor:
-    """Returns ``A`` at one place, as one matrix per group where there are several."""
-    matrix = operator.weight.flatten(1).to(dtype)
-    groups = operator.geometry.groups if isinstance(operator, ConvMap) else 1
-    return matrix if groups == 1 else matrix.unflatten(0, (groups, -1))
 
 
 class _Polynomial:
@@ -132,10 +122,10 @@ class _Polynomial:
     def of(self, gram: Tensor) -> Tensor:
         """Returns ``p`` of a symmetric matrix."""
         numbers = self.numbers
-        if numbers.constant and not any(self.momenta) and not self.recursion.inertia:
-            step = _plus_identity(gram * -(numbers.scale * numbers.steps[0]), numbers.kept[0])
+        if self.recursion.factor is None and not any(self.momenta) and not self.recursion.inertia:
+            step = with_diagonal(gram * -(numbers.scale * numbers.steps[0]), numbers.kept[0])
             return times(power_sum(step, self.iterations), numbers.steps[0])
-        return self._run(lambda y: gram @ y, _plus_identity(torch.zeros_like(gram), 1.0))
+        return self._run(lambda y: gram @ y, with_diagonal(torch.zeros_like(gram), 1.0))
 
     def times_vector(self, matrix: Tensor, gram: Tensor, b: Tensor) -> Tensor:
         """Returns ``p(A A^T) b = q b + A w``, whose iterations need nothing larger than ``A^T A`` (``gram``)."""
@@ -225,7 +215,7 @@ class Collapsed:
         return same and kept.image is not None and torch.equal(kept.image, _image(weight))
 
 
-def scaled(scale: Scale, first: Affine, last: Affine, problem: BlockProblem) -> Affine:
+def scaled(scale: Scale, first: Affine, last: Affine) -> Affine:
     """Returns a map with gain, shift and blend in it: each acts on the rows of weight and bias alike."""
     if scale.is_one:
         return last

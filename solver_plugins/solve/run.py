@@ -15,8 +15,8 @@ from solver_plugins.solve.layout import Layout
 from solver_plugins.solve.loop import Solution
 from solver_plugins.solve.paths import images_kept, regroups
 from solver_plugins.solve.problem import BlockProblem
-from solver_plugins.solve.products import Given, Rule
 from solver_plugins.solve.recursion import Samples
+from solver_plugins.solve.rule import Given, Rule
 
 
 def runs_in_kernel(solver: Solver, problem: BlockProblem, draws: Draws | None) -> bool:
