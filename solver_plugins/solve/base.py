@@ -268,7 +268,12 @@ class SamplingSolver(Solver):
     @property
     def recursion(self) -> Recursion | None:
         """The steps; what is drawn comes with :meth:`draw`."""
-        return Recursion(self.factor if self.config.step in ("exp", "bottou") else None)
+        return Recursion(self.factor if self.decays else None)
+
+    @property
+    def decays(self) -> bool:
+        """Whether steps become smaller."""
+        return self.config.step in ("exp", "bottou")
 
     def factor(self, iteration: int, smoothness: Step) -> Step:
         """Returns what the step of an iteration is multiplied by, given the constant that sets it."""

@@ -17,7 +17,7 @@ from solver_plugins.solve.implicit import solve_implicit
 from solver_plugins.solve.loop import Diagnostics, Solution, solve
 from solver_plugins.solve.paths import path_for
 from solver_plugins.solve.problem import BlockProblem, working_dtype
-from solver_plugins.solve.products import symmetric_product
+from solver_plugins.solve.products import symmetric_product, times
 from solver_plugins.solve.run import runs_in_kernel, solve_in_kernel
 from solver_plugins.solve.scale import Scale
 
@@ -174,14 +174,11 @@ def solve_block(
     if path == "collapsed":
         return _collapsed(problem, solver, scale, keeper).to(problem.result or problem.dtype), None
     solution = _solved(problem, solver, path, draws, gram, constants.residual, scale.blend is not None, diagnose)
-    result = solution.argument
-    if scale.observer is not None:
-        chosen = scale.observer(result, operator.feature_dim) or (None, None)
-        scale = replace(scale, gain=chosen[0], shift=chosen[1])
+    scale = scale.observed(lambda: solution.argument, operator.feature_dim)
     if scale.is_one:
-        result = result if output == "argument" else solution.value
+        result = solution.argument if output == "argument" else solution.value
     else:
-        result = scale.of(result, solution.first, operator.per_feature)
+        result = scale.of(solution.argument, solution.first, operator.per_feature)
         result = result if output == "argument" else prior.prox(result, 1.0)
     return result.to(problem.result or problem.dtype), solution.diagnostics
 
@@ -212,33 +209,23 @@ def _solved(
 
 def _collapsed(problem: BlockProblem, solver: Solver, scale: Scale, keeper: Collapsed | None) -> Tensor:
     """Returns the scaled argument of a solve without a prior, which is also its value."""
-    operator = problem.operator
-    if scale.observer is not None:
-        last = _plain_collapse(problem, solver).to(problem.dtype)
-        chosen = scale.observer(last, operator.feature_dim) or (None, None)
-        scale = replace(scale, gain=chosen[0], shift=chosen[1])
-        return scale.of(last, problem.first(problem.step) if scale.blend is not None else None, operator.per_feature)
-    if problem.known:
+    operator, observed = problem.operator, scale.observer is not None
 
-        def make() -> tuple[Tensor]:
-            return (collapse_output(solver, problem),)
-
-        small = (make() if keeper is None else keeper.get(problem, Scale(), make))[0]
-        last = multiplied(problem, small)
-        return scale.of(last, problem.first(problem.step) if scale.blend is not None else None, operator.per_feature)
+    def whole() -> tuple[Tensor]:
+        return (collapse_output(solver, problem),)
 
     def form() -> tuple[Affine]:
-        folded, step = operator.folded(), problem.step
-        weight = folded.weight.to(problem.dtype)
-        bias = None if problem.bias is None else problem.bias.reshape(-1)
-        first = Affine(weight * step, None if bias is None else bias * step)
-        return (scaled(scale, first, collapse(solver, problem)),)
+        weight, bias = operator.folded().weight.to(problem.dtype), problem.bias
+        first = Affine(times(weight, problem.step), None if bias is None else times(bias.reshape(-1), problem.step))
+        return (scaled(Scale() if observed else scale, first, collapse(solver, problem)),)
 
-    affine = (form() if keeper is None else keeper.get(problem, scale, form))[0]
-    return applied(operator, problem.input, affine)
-
-
-def _plain_collapse(problem: BlockProblem, solver: Solver) -> Tensor:
     if problem.known:
-        return multiplied(problem, collapse_output(solver, problem))
-    return applied(problem.operator, problem.input, collapse(solver, problem))
+        last = multiplied(problem, (whole() if keeper is None else keeper.get(problem, Scale(), whole))[0])
+    else:
+        last = applied(
+            operator, problem.input, (form() if keeper is None or observed else keeper.get(problem, scale, form))[0]
+        )
+    if not (problem.known or observed):
+        return last
+    scale = scale.observed(lambda: last, operator.feature_dim)
+    return scale.of(last, None if scale.blend is None else problem.first(problem.step), operator.per_feature)

@@ -279,8 +279,9 @@ class _Solve(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        count = len(Given._fields) - 1
-        given, rest = Given(*ctx.saved_tensors[:count], ctx.rule), ctx.saved_tensors[count:]
+        # Looked at once: a checkpointed segment would be computed again for a second look.
+        saved, count = ctx.saved_tensors, len(Given._fields) - 1
+        given, rest = Given(*saved[:count], ctx.rule), saved[count:]
         needs, found = ctx.needs_input_grad[:4], [None] * 4
         if grads[0] is not None or grads[1] is not None:
             recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()

@@ -15,7 +15,7 @@ from solver_plugins.solve.layout import Layout
 from solver_plugins.solve.loop import Solution
 from solver_plugins.solve.paths import images_kept, regroups
 from solver_plugins.solve.problem import BlockProblem
-from solver_plugins.solve.recursion import Samples
+from solver_plugins.solve.recursion import Recursion, Samples
 from solver_plugins.solve.rule import Given, Rule
 
 
@@ -74,7 +74,7 @@ def solve_in_kernel(
     if draws is not None and isinstance(solver, SamplingSolver):
         samples = solver.draw(problem, draws, indices=path == "columns")
     if path not in ("masked", "columns"):
-        recursion = replace(recursion, reference=None)
+        recursion = Recursion(recursion.factor, recursion.momentum, recursion.inertia)
     sampled = path in ("masked", "columns") and recursion.reference is None
     shape = torch.Size((*problem.input.shape[: -len(operator.problem_dims)], operator.out_features))
     shape = torch.Size((*shape, *getattr(operator, "output_size", ())))

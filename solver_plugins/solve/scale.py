@@ -35,6 +35,13 @@ class Scale:
         """Returns all tensors of it."""
         return self.gain, self.shift, self.blend
 
+    def observed(self, last: Callable[[], Tensor], dim: int) -> "Scale":
+        """Returns the scale that an observer of the last argument chooses; this one if there is no observer."""
+        if self.observer is None:
+            return self
+        gain, shift = self.observer(last(), dim) or (None, None)
+        return Scale(gain, shift, self.blend)
+
     def of(
         self, last: Tensor, first: Tensor | None, per_feature: Callable[[Tensor], Tensor], *, shifted: bool = True
     ) -> Tensor:

@@ -1,7 +1,7 @@
 """The iteration shared by mS2GD, S2GD and SVRG (Prop. 2, eq. 28-31)."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pydantic
@@ -66,9 +66,7 @@ class VarianceReduced(SamplingSolver):
 
     @property
     def recursion(self) -> Recursion:
-        declared = super().recursion
-        assert declared is not None
-        return replace(declared, reference=self.config.inner)
+        return Recursion(self.factor if self.decays else None, reference=self.config.inner)
 
     def thins(self, operator: LinearOperator) -> bool:
         # The next reference point may be drawn even where no feature is left out.

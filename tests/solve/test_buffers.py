@@ -5,27 +5,33 @@ from dataclasses import replace
 import pytest
 import torch
 
-from solver_plugins.operators import Geometry
+from solver_plugins.operators import Geometry, LinearMap
 from solver_plugins.prox import prox_for
-from solver_plugins.solve import sampled_stacked, stacked
+from solver_plugins.solve import Recursion, Samples, kernel
+from solver_plugins.solve.fista import Nesterov
+from solver_plugins.solve.layout import Layout
 from solver_plugins.solve.rule import Rule
-from solver_plugins.solve.sampled_rule import Given
-from solver_plugins.solve.sampled_rule import Rule as SampledRule
 from tests.solve.test_kernels import F64, PRIORS, assert_same, value_and_gradients
+
+STACKED = ("identity", "relu", "relu6", "hardtanh", "leaky")
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The passes that wrote into buffers."""
+    found, plain = [], kernel._Iterations.buffers
+    monkeypatch.setattr(kernel._Iterations, "buffers", lambda *given: found.append(1) or plain(*given))
+    return found
 
 
 @pytest.mark.parametrize("iters", [2, 3, 10, 12])
 @pytest.mark.parametrize("memory", ["auto", "low"])
 @pytest.mark.parametrize("path", ["two_step", "gram"])
-def test_iterations_in_one_buffer(path, memory, iters, monkeypatch):
+def test_iterations_in_one_buffer(path, memory, iters, taken):
     """Small matrices take these passes; every prior that may, a batch of tokens, and more rows than a large batch."""
-    taken = []
-    for name in ("iterate", "backward"):
-        plain = getattr(stacked, name)
-        monkeypatch.setattr(stacked, name, lambda *given, plain=plain, name=name: taken.append(name) or plain(*given))
     generator = torch.Generator().manual_seed(0)
-    for prior in ("identity", "relu", "relu6", "hardtanh", "leaky"):
-        for shape in ((7, 3, 12), (stacked.LARGE_BATCH + 8, 12)):
+    for prior in STACKED:
+        for shape in ((7, 3, 12), (kernel.LARGE_BATCH + 8, 12)):
             shapes = (shape, (8, 12), (8,))
             given = [torch.randn(one, dtype=F64, generator=generator) for one in shapes]
             for formulation in ("normalized", "paper"):
@@ -35,42 +41,19 @@ def test_iterations_in_one_buffer(path, memory, iters, monkeypatch):
                     value_and_gradients(path, Geometry(), given, memory=memory, **options),
                     value_and_gradients("loop", Geometry(), given, **options),
                 )
-    # Of twelve iterations a two-step path does not keep every image.
+    # Of twelve iterations a two-step path does not keep every image. Both passes of a solve take buffers.
     few = path == "two_step" and iters == 12 and memory == "auto"
-    assert taken == ([] if few else ["iterate", "backward"] * 20)
-
-
-def test_buffers_only_where_they_fit():
-    """No momentum, no derivative that the iterate does not tell, no large buffer of a large batch, nothing recorded."""
-    numbers = {"unit": True, "iterations": 10, "momentum": False, "low": False, "images": 9}
-    rule = Rule(map=None, path="gram", prior=prox_for("relu"), **numbers)
-    rows = stacked.LARGE_BATCH
-    assert stacked.may_stack(rule, rows - 1, 10**6) and stacked.may_stack(rule, rows, 100)
-    assert not stacked.may_stack(rule, rows, stacked.LARGEST)
-    assert not stacked.may_stack(replace(rule, momentum=True), 2, 2)
-    assert not stacked.may_stack(replace(rule, prior=prox_for("tanh")), 2, 2)
-    assert stacked.may_stack(replace(rule, path="two_step"), 2, 2)
-    assert not stacked.may_stack(replace(rule, path="two_step", images=8), 2, 2)
-    tensors = torch.ones(2, 2), torch.ones(2, 2), torch.ones(())
-    with torch.no_grad():
-        assert stacked.at_hand(*tensors) and not stacked.at_hand(tensors[0].to("meta"), *tensors[1:])
-    assert not stacked.at_hand(*tensors)
+    assert len(taken) == (0 if few else 40)
 
 
 @pytest.mark.parametrize("iters", [2, 3, 8])
 @pytest.mark.parametrize("memory", ["full", "low"])
 @pytest.mark.parametrize("per_sample", [True, False])
-def test_sampled_iterations_in_one_buffer(per_sample, memory, iters, monkeypatch):
+def test_sampled_iterations_in_one_buffer(per_sample, memory, iters, taken):
     """Small matrices take these passes; every prior that may, biases of each row or none, steps that are no numbers."""
-    taken = []
-    for name in ("iterate", "backward"):
-        plain = getattr(sampled_stacked, name)
-        monkeypatch.setattr(
-            sampled_stacked, name, lambda *given, plain=plain, name=name: taken.append(name) or plain(*given)
-        )
     generator = torch.Generator().manual_seed(0)
     options = {"solver": "proxsg", "iters": iters, "lipschitz": 40.0, "lam": 0.3, "p": 0.4, "per_sample": per_sample}
-    for prior in ("identity", "relu", "relu6", "hardtanh", "leaky"):
+    for prior in STACKED:
         for shapes in (((7, 3, 12), (8, 12), (8,), None, (7, 3, 8)), ((200, 12), (8, 12), None)):
             given = [None if one is None else torch.randn(one, dtype=F64, generator=generator) for one in shapes]
             for formulation in ("normalized", "paper"):
@@ -79,25 +62,29 @@ def test_sampled_iterations_in_one_buffer(per_sample, memory, iters, monkeypatch
                     value_and_gradients("masked", Geometry(), given, memory=memory, **more),
                     value_and_gradients("loop", Geometry(), given, **more),
                 )
-    # Iterates that were not kept are computed again.
-    assert taken == (["iterate", "backward"] if memory == "full" else ["iterate", "iterate", "backward"]) * 20
+    assert len(taken) == 40
 
 
-def test_sampled_buffers_only_where_they_fit():
-    """No columns, no derivative that the iterate does not tell, no large buffer of a large batch, no step of zero."""
-    rule = SampledRule(
-        operator=None, dtype=F64, columns=False, prior=prox_for("relu"), lam=0.0, share=2.0, unit=True,
-        steps=(1.0, 0.5), iterations=2, low=False, stacked=True,
+def test_buffers_only_where_they_fit():
+    """No momentum, no derivative that the iterate does not tell, no large buffer of a large batch, nothing recorded."""
+    layout = Layout("rows", torch.Size((2, 2)), torch.Size((2, 2)))
+    rule = Rule(
+        operator=LinearMap(torch.ones(2, 2)), dtype=F64, path="gram", recursion=Recursion(), iterations=10,
+        prior=prox_for("relu"), lam=0.0, unit=True, layout=layout,
     )  # fmt: skip
-    rows = stacked.LARGE_BATCH
-    assert sampled_stacked.may_stack(rule, rows - 1, 10**6) and sampled_stacked.may_stack(rule, rows, 100)
-    assert not sampled_stacked.may_stack(rule, rows, stacked.LARGEST)
-    assert not sampled_stacked.may_stack(replace(rule, columns=True), 2, 2)
-    assert not sampled_stacked.may_stack(replace(rule, iterations=1), 2, 2)
-    assert not sampled_stacked.may_stack(replace(rule, prior=prox_for("tanh")), 2, 2)
-    given = Given(torch.ones(2, 2), torch.ones(2, 2), None, torch.ones(2, 2, 2), torch.ones(()), None, rule)
-    stacks = sampled_stacked.stacks
+    rows, may = kernel.LARGE_BATCH, kernel.may_stack
+    assert may(rule, rows - 1, 10**6) and may(rule, rows, 100) and not may(rule, rows, kernel.LARGEST)
+    assert not may(replace(rule, recursion=Recursion(momentum=Nesterov(True))), 2, 2)
+    assert not may(replace(rule, recursion=Recursion(inertia=0.1)), 2, 2)
+    assert not may(replace(rule, prior=prox_for("tanh")), 2, 2)
+    assert may(replace(rule, path="two_step", images=9), 2, 2)
+    assert not may(replace(rule, path="two_step", images=8), 2, 2)
+    sampled = replace(rule, path="masked", samples=Samples(share=2.0))
+    assert may(sampled, 2, 2) and not may(replace(sampled, iterations=1), 2, 2)
+    assert not may(replace(sampled, path="columns"), 2, 2)
+    assert not may(replace(sampled, recursion=Recursion(reference=5)), 2, 2)
+    assert not may(replace(sampled, samples=Samples(chooser=torch.ones_like)), 2, 2)
+    tensors = torch.ones(2, 2), torch.ones(2, 2), torch.ones(())
     with torch.no_grad():
-        assert stacks(given) and stacks(given._replace(steps=torch.ones(2)))
-        assert not stacks(given._replace(rule=replace(rule, stacked=False)))
-        assert not stacks(given._replace(steps=torch.tensor([1.0, 0.0])))
+        assert kernel._has_values(*tensors) and not kernel._has_values(tensors[0].to("meta"), *tensors[1:])
+    assert not kernel._has_values(*tensors)

@@ -147,7 +147,8 @@ def test_importance_sampling_is_unbiased_and_has_an_exact_count(sampling):
     problem = problem_for(weight, torch.zeros(4, dtype=F64), u)
     solver = ProxSG.from_options(p=0.5, sampling=sampling)
     x = torch.rand(4, dtype=F64).expand(repeats, 4)
-    probabilities = solver._probabilities(problem, x, tau, problem.operator.column_norms_sq())
+    residual = problem.scaled(problem.operator.adjoint(x)) - u
+    probabilities = solver._probabilities(problem, residual, tau, problem.operator.column_norms_sq())
     weights = solver._weights(problem, probabilities, tau, Draws(torch.Generator().manual_seed(0)))
     assert ((weights > 0).sum(-1) == tau).all()
     mean, error = weights.mean(0), weights.std(0) / repeats**0.5

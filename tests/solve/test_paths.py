@@ -10,6 +10,7 @@ from solver_plugins import solver_linear
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import Geometry, operator_from_kernel
 from solver_plugins.registry import SOLVERS
+from solver_plugins.solve.collapse import power_sum
 from solver_plugins.solve.paths import (
     SolveSize,
     choose_path,
@@ -18,6 +19,7 @@ from solver_plugins.solve.paths import (
     multiply_adds,
     path_for,
     possible_paths,
+    power_products,
     regroups,
 )
 
@@ -51,6 +53,23 @@ def test_counts_are_those_of_the_code():
                 solver_linear(u, weight, activation="relu", solver="proxgd", iters=iterations, path=path, lipschitz=9.0)
             again = multiply_adds(path, SolveSize(n1, n2, batch, iterations))
             assert counter.get_total_flops() == 2 * (batch * n1 * n2 + again)
+
+
+def test_collapsed_solves_are_counted():
+    """The Gram matrix, the weight, and the products of the geometric sum, on the smaller side."""
+    for count in range(2, 40):
+        with FlopCounterMode(display=False) as counter:
+            power_sum(torch.randn(3, 3), count)
+        assert counter.get_total_flops() == 2 * 27 * power_products(count)
+    for n1, n2, batch, iterations in ((7, 5, 300, 10), (5, 9, 400, 3)):
+        u, weight = torch.randn(batch, n1), torch.randn(n2, n1)
+        size = SolveSize(n1, n2, batch, iterations, affine=power_products(iterations))
+        assert choose_path(size) == "collapsed"
+        with FlopCounterMode(display=False) as counter:
+            solver_linear(u, weight, solver="proxgd", iters=iterations, lipschitz=9.0)
+        assert counter.get_total_flops() == 2 * (batch * n1 * n2 + multiply_adds("collapsed", size))
+    # With few rows it does not pay.
+    assert choose_path(SolveSize(512, 512, 128, 10, affine=power_products(10))) == "gram"
 
 
 def test_convolutions_and_samples():
@@ -97,10 +116,10 @@ def test_solvers_ask_for_what_they_can_use():
     assert path("proxgd", (4, 3, 3, 3), geometry=conv, path="gram") == "two_step"
     assert path("proxsg") == path("proxsg", per_sample=False, path="masked") == "masked"
     assert path("proxsg", per_sample=False) == "columns" and path("proxsg", sampling=False) == "gram"
-    # Importance sampling and variance reduction are written as loops; coordinate descent has full gradients.
-    assert path("ms2gd") == "loop" and path("rcd") == "gram"
+    # Coordinate descent has full gradients.
+    assert path("ms2gd") == "masked" and path("rcd") == "gram" and path("ms2gd", path="loop") == "loop"
     made = SOLVERS.get("proxsg").from_options(sampling="lipschitz")
-    assert path_for(made, operator_from_kernel(torch.zeros(4, 6), Geometry(), (9, 6)), 9, sampling=True) == "loop"
+    assert path_for(made, operator_from_kernel(torch.zeros(4, 6), Geometry(), (9, 6)), 9, sampling=True) == "masked"
 
 
 @pytest.mark.parametrize(("solver", "options", "match"), [
@@ -110,7 +129,7 @@ def test_solvers_ask_for_what_they_can_use():
     ("anderson", {"memory": "low"}, "no backward pass of its own"),
     ("proxsg", {"path": "columns"}, "per_sample=False"),
     ("proxsg", {"memory": "low", "sampling": "gradient"}, "uniform"),
-    ("ms2gd", {"path": "masked"}, "no option 'path'"),
+    ("ms2gd", {"path": "masked"}, "'auto' or 'loop'"),
 ])  # fmt: skip
 def test_what_cannot_be(solver, options, match):
     with pytest.raises(OptionError, match=match):
