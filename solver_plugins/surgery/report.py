@@ -265,12 +265,13 @@ def _path(block: Block, solver: Solver, batch: int) -> tuple[str, int | None]:
         operator = operator_for(block.module, block.input_shape)
     problems = math.prod(block.input_shape[: -len(operator.problem_dims)])
     sampling = solver.samples != "nothing"
-    size = solve_size(solver, operator, problems, sampling=sampling)
-    least = None if size is None or solver.path not in (None, "auto") else gram_from(size)
+    behind = block.host != "linear"
+    size = solve_size(solver, operator, problems, sampling=sampling, prior=block.prior, known=behind)
+    least = None if size is None or solver.path != "auto" else gram_from(size)
     # Tokens, and other dimensions in front of the features, are problems of the same sample.
     per_sample = max(1, problems // batch)
     least = None if least is None else -(-least // per_sample)
-    return path_for(solver, operator, problems, sampling=sampling), least
+    return path_for(solver, operator, problems, sampling=sampling, prior=block.prior, known=behind), least
 
 
 def _constant_and_step(block: Block, solver: Solver) -> tuple[float, float]:

@@ -1,6 +1,8 @@
 """One table: every solver on every path, in both formulations, against ``path="loop"``, values and gradients."""
 
+import importlib.util
 import itertools
+import pathlib
 
 import pytest
 import torch
@@ -135,3 +137,40 @@ def test_affine_solvers():
             assert path(solver, sampling=True) != "collapsed"
     assert path("fista", iters=3) == path("fista", restart=False) == "collapsed"
     assert path("fista", iters=4) == path("anderson") == path("proxgd", gradient="implicit") == "gram"
+
+
+def plugin_solver():
+    """The solver of the plug-in page."""
+    file = pathlib.Path(__file__).parents[1] / "plugin_package/heavy_ball/solver.py"
+    spec = importlib.util.spec_from_file_location("heavy_ball_solver", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.HeavyBall
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_a_plug_in_that_declares_its_momentum(prior):
+    heavy_ball, found = plugin_solver(), {}
+    for path in ("loop", "two_step", "gram", *(["collapsed"] if prior == "identity" else [])):
+        solver = heavy_ball.from_options(iters=5, lam=0.1, path=path, momentum=0.3)
+        found[path] = solved_by(solver, PRIORS[prior])
+        assert_same(found[path], found["loop"])
+
+
+def test_a_subclass_with_steps_of_its_own_declares_nothing():
+    heavy_ball = plugin_solver()
+
+    class Lazy(heavy_ball):
+        def step(self, problem, state, iteration, draws):
+            return super().step(problem, state, iteration, draws) if iteration < 2 else state
+
+    assert heavy_ball.from_options().recursion is not None and Lazy.from_options().recursion is None
+    short = heavy_ball.from_options(iters=2, path="loop")
+    assert_same(solved_by(Lazy.from_options(iters=6), nn.ReLU()), solved_by(short, nn.ReLU()))
+
+
+def solved_by(solver, activation):
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(one, dtype=F64, generator=generator).requires_grad_() for one in ((5, 6), (4, 6), (4,))]
+    out = solve_layer(*given, Geometry(), solver=solver, activation=activation, lipschitz=20.0)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
