@@ -116,7 +116,8 @@ def fresh_gram(solver: Solver, prior: Prior, operator: LinearOperator, shape: to
     if operator.diagonal is not None or product_dtype(weight) != working_dtype(weight.dtype):
         return None
     sampling = solver.samples != "nothing"
-    if path_for(solver, operator, math.prod(shape[:-1]), sampling=sampling, prior=prior) != "gram":
+    path = path_for(solver, operator, math.prod(shape[:-1]), sampling=sampling, prior=prior)
+    if path != "gram" and (path != "collapsed" or weight.shape[0] > weight.shape[1]):
         return None
     with torch.no_grad():
         return symmetric_product(weight.detach())
@@ -168,11 +169,12 @@ def solve_block(
             prior=prior,
             gram_is_known=gram is not None,
             known=problem.known,
-            kept=keeper is not None,
+            # With gradients, too, so that evaluation computes the same numbers.
+            kept=not training and constants.collapsed is not None,
         )
     )
     if path == "collapsed":
-        return _collapsed(problem, solver, scale, keeper).to(problem.result or problem.dtype), None
+        return _collapsed(problem, solver, scale, keeper, gram).to(problem.result or problem.dtype), None
     solution = _solved(problem, solver, path, draws, gram, constants.residual, scale.blend is not None, diagnose)
     scale = scale.observed(lambda: solution.argument, operator.feature_dim)
     if scale.is_one:
@@ -207,17 +209,19 @@ def _solved(
     return run(keep_first)
 
 
-def _collapsed(problem: BlockProblem, solver: Solver, scale: Scale, keeper: Collapsed | None) -> Tensor:
+def _collapsed(
+    problem: BlockProblem, solver: Solver, scale: Scale, keeper: Collapsed | None, gram: Tensor | None
+) -> Tensor:
     """Returns the scaled argument of a solve without a prior, which is also its value."""
     operator, observed = problem.operator, scale.observer is not None
 
     def whole() -> tuple[Tensor]:
-        return (collapse_output(solver, problem),)
+        return (collapse_output(solver, problem, gram),)
 
     def form() -> tuple[Affine]:
         weight, bias = operator.folded().weight.to(problem.dtype), problem.bias
         first = Affine(times(weight, problem.step), None if bias is None else times(bias.reshape(-1), problem.step))
-        return (scaled(Scale() if observed else scale, first, collapse(solver, problem)),)
+        return (scaled(Scale() if observed else scale, first, collapse(solver, problem, gram)),)
 
     if problem.known:
         last = multiplied(problem, (whole() if keeper is None else keeper.get(problem, Scale(), whole))[0])

@@ -42,24 +42,30 @@ class Affine(NamedTuple):
     bias: Tensor | None
 
 
-def collapse(solver: Solver, problem: BlockProblem) -> Affine:
-    """Returns weight and bias of all iterations of a solve; differentiable in the layer's."""
+def collapse(solver: Solver, problem: BlockProblem, gram: Tensor | None = None) -> Affine:
+    """Returns weight and bias of all iterations of a solve; differentiable in the layer's.
+
+    Args:
+        solver: The solver.
+        problem: The problem.
+        gram: ``A A^T``, a constant, where it is known already.
+    """
     operator, state = problem.operator.folded(), _Polynomial(solver, problem)
     with autocast_off(operator.weight.device):
         matrix = matrix_of(operator, operator.weight.to(problem.dtype))
         bias = None if problem.bias is None else problem.bias.reshape(*matrix.shape[:-1])
         if matrix.shape[-2] <= matrix.shape[-1]:
-            small = state.of(symmetric_product(matrix))
+            small = state.of(_Gram.apply(matrix, gram))
             weight = small @ matrix
             bias = None if bias is None else (small @ bias.unsqueeze(-1)).squeeze(-1)
         else:
-            gram = symmetric_product(matrix.mT)
+            gram = _Gram.apply(matrix.mT, None)
             weight = matrix @ state.of(gram)
             bias = None if bias is None else state.times_vector(matrix, gram, bias)
     return Affine(weight.reshape(operator.weight.shape), None if bias is None else bias.reshape(-1))
 
 
-def collapse_output(solver: Solver, problem: BlockProblem) -> Tensor:
+def collapse_output(solver: Solver, problem: BlockProblem, gram: Tensor | None = None) -> Tensor:
     """Returns ``P``, with ``v_T = P c``: of use where the layer's output ``c`` is known."""
     operator = problem.operator.folded()
     with autocast_off(operator.weight.device):
@@ -104,6 +110,24 @@ def power_sum(matrix: Tensor, count: int) -> Tensor:
         return with_diagonal(matrix @ power_sum(matrix, count - 1), 1.0)
     half = power_sum(matrix @ matrix, count // 2)
     return half + matrix @ half
+
+
+class _Gram(torch.autograd.Function):
+    """``A A^T``, which may be known already; its gradient takes one product, ``(G + G^T) A``."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(matrix: Tensor, gram: Tensor | None) -> Tensor:
+        return symmetric_product(matrix) if gram is None else gram.to(matrix.dtype, copy=True)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return (grad + grad.mT) @ ctx.saved_tensors[0], None
 
 
 class _Polynomial:

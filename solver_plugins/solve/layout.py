@@ -74,7 +74,7 @@ class Layout:
             return x
         if self.kind == "rows" and self.dims:
             batch, space = self.shape[: -self.dims - 1], self.shape[-self.dims :]
-            return x.reshape(*batch, *space, x.shape[-1]).movedim(-1, -self.dims - 1).contiguous()
+            x = x.reshape(*batch, *space, x.shape[-1]).movedim(-1, -self.dims - 1)
         return torch.ops.aten._unsafe_view(x.contiguous(), self.shape)
 
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
