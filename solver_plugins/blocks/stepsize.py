@@ -219,8 +219,9 @@ class TrackedStep(Shell):
 
     def _drop_gram(self) -> None:
         """Forgets what was kept for evaluation: the weights are, or will be, others."""
-        if "collapsed" in vars(self):
-            self.collapsed.drop()
+        collapsed = vars(self).get("collapsed")
+        if collapsed is not None:
+            collapsed.drop()
         if self._buffers.get("gram") is not None:
             self._buffers["gram"] = None
 

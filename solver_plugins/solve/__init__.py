@@ -2,7 +2,6 @@
 
 # Importing a solver's file registers it.
 from solver_plugins.solve.anderson import Anderson
-from solver_plugins.solve.attach import refuse_second_derivative, with_adjoint
 from solver_plugins.solve.base import (
     DeterministicConfig,
     Draws,
@@ -18,7 +17,7 @@ from solver_plugins.solve.checks import Activation, OutputKind, check_combinatio
 from solver_plugins.solve.collapse import Collapsed
 from solver_plugins.solve.conjugate import conjugate_gradients
 from solver_plugins.solve.fista import FISTA
-from solver_plugins.solve.implicit import solve_implicit
+from solver_plugins.solve.implicit import refuse_second_derivative, solve_implicit, with_adjoint
 from solver_plugins.solve.loop import Diagnostics, Solution, solve
 from solver_plugins.solve.ms2gd import MS2GD
 from solver_plugins.solve.problem import BlockProblem, working_dtype

@@ -10,6 +10,7 @@ from torch import Tensor
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import LinearMap, LinearOperator, product_dtype
 from solver_plugins.prox import Prior
+from solver_plugins.solve.arithmetic import symmetric_product, times
 from solver_plugins.solve.base import Draws, SamplingSolver, Solver
 from solver_plugins.solve.checks import check_input
 from solver_plugins.solve.collapse import Affine, Collapsed, applied, collapse, collapse_output, multiplied, scaled
@@ -17,7 +18,6 @@ from solver_plugins.solve.implicit import solve_implicit
 from solver_plugins.solve.loop import Diagnostics, Solution, solve
 from solver_plugins.solve.paths import path_for
 from solver_plugins.solve.problem import BlockProblem, working_dtype
-from solver_plugins.solve.products import symmetric_product, times
 from solver_plugins.solve.run import runs_in_kernel, solve_in_kernel
 from solver_plugins.solve.scale import Scale
 
@@ -150,8 +150,10 @@ def solve_block(
         diagnose: Also record objective and residual per iteration.
     """
     scale, operator, prior = Scale() if scale is None else scale, problem.operator, problem.prior
-    sampling = isinstance(solver, SamplingSolver) and (training or solver.samples_in_evaluation)
-    draws = Draws(generator) if sampling and (diagnose or solver.thins(operator) or solver.recursion is None) else None
+    sampling = solver.samples != "nothing" and (training or solver.samples_in_evaluation)
+    if isinstance(solver, SamplingSolver) and solver.recursion is not None and not diagnose:
+        sampling = sampling and solver.thins(operator)
+    draws = Draws(generator) if sampling else None
     tensors = (operator.weight, operator.diagonal, problem.bias)
     recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
     # In training a Gram matrix is that of this very pass.

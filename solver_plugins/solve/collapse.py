@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.operators import ConvMap, LinearMap, LinearOperator, autocast_off, is_eager, match_dtype
+from solver_plugins.solve.arithmetic import Numbers, matrix_of, symmetric_product, times, with_diagonal
 from solver_plugins.solve.base import Solver
 from solver_plugins.solve.layout import Layout
 from solver_plugins.solve.problem import BlockProblem
-from solver_plugins.solve.products import Numbers, matrix_of, symmetric_product, times, with_diagonal
 from solver_plugins.solve.recursion import Recursion
 from solver_plugins.solve.scale import Scale
 
@@ -69,9 +69,8 @@ def collapse_output(solver: Solver, problem: BlockProblem, gram: Tensor | None =
     """Returns ``P``, with ``v_T = P c``: of use where the layer's output ``c`` is known."""
     operator = problem.operator.folded()
     with autocast_off(operator.weight.device):
-        return _Polynomial(solver, problem).of(
-            symmetric_product(matrix_of(operator, operator.weight.to(problem.dtype)))
-        )
+        matrix = matrix_of(operator, operator.weight.to(problem.dtype))
+        return _Polynomial(solver, problem).of(_Gram.apply(matrix, gram))
 
 
 def multiplied(problem: BlockProblem, small: Tensor) -> Tensor:
@@ -249,7 +248,7 @@ def scaled(scale: Scale, first: Affine, last: Affine) -> Affine:
     )
     zero = torch.zeros(last.weight.shape[0], dtype=last.weight.dtype, device=last.weight.device)
     biases = [zero if one.bias is None else one.bias.to(zero.dtype) for one in (last, first)]
-    return Affine(weight, scale.of(*biases, lambda values: values))
+    return Affine(weight, scale.of(biases[0], biases[1], lambda values: values))
 
 
 def _marks(weight: Tensor, parts: list[Tensor]) -> tuple[Any, ...]:

@@ -13,7 +13,6 @@ is that of the iterations themselves, so that those are right, too.
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,27 +20,12 @@ from torch import Tensor, nn
 
 from solver_plugins.operators import autocast_off, is_eager
 from solver_plugins.prox.base import Step
-from solver_plugins.solve.products import LARGE_BATCH, Numbers, is_one, make_products, plus, times
-from solver_plugins.solve.rule import Given, Rule
-
-LARGEST = 2**21
-"""This many numbers in a buffer: above, a large batch is better off with one product after the other."""
+from solver_plugins.solve.arithmetic import Numbers, is_one, plus, times
+from solver_plugins.solve.products import make_products
+from solver_plugins.solve.rule import Given, Kept
 
 Parts = list[tuple[int, Step]]
 """Iterates, by their number, and their shares."""
-
-
-def may_stack(rule: Rule, rows: int, features: int) -> bool:
-    """Whether a solve of this size gains by buffers; ``features`` is the width of the largest."""
-    recursion, prior = rule.recursion, rule.prior
-    plain = recursion.momentum is None and not recursion.inertia and recursion.reference is None
-    if not (plain and rule.is_flat and prior.separable and prior.slope_from_value) or rule.iterations == 1:
-        return False
-    if rule.draws_gradients and (rule.path == "columns" or rule.samples.chooser is not None):
-        return False
-    if not rule.draws_gradients and (recursion.factor is not None or 0 < rule.images < rule.iterations - 1):
-        return False
-    return rows < LARGE_BATCH or rows * features * rule.iterations <= LARGEST
 
 
 def solve_recursion(given: Given) -> tuple[Tensor, Tensor | None]:
@@ -51,58 +35,6 @@ def solve_recursion(given: Given) -> tuple[Tensor, Tensor | None]:
     # The same operations as with gradients, so that the result is the same to the bit.
     with torch.no_grad():
         return _advanced(given, keep=False)[:2]
-
-
-@dataclass(eq=False)
-class Kept:
-    """What a solve leaves for its backward pass: one entry per iteration, or one buffer for all.
-
-    Attributes:
-        iterates: ``x_k``; one by one and where ``c`` is given, without the first, ``prox(c)``.
-        slopes: ``J_k`` where the iterate does not tell it; for a prior that is not separable, ``v_k``. As many.
-        images: ``z_k`` of the first iterations; one by one, without the very first.
-        momenta: ``b_k`` from the second iteration on, where they are tensors.
-        weights: What a chooser has drawn.
-        matrix: What the products made of ``A A^T``, once for both passes.
-    """
-
-    iterates: Sequence[Tensor] = ()
-    slopes: Sequence[Tensor] = ()
-    images: Sequence[Tensor] = ()
-    momenta: Sequence[Tensor] = ()
-    weights: Sequence[Tensor] = ()
-    matrix: Tensor | None = None
-
-    @property
-    def stacked(self) -> bool:
-        """Whether there are buffers."""
-        return len(self.iterates) == 1 and isinstance(self.iterates, tuple)
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Returns all of it, in the order of :meth:`split`."""
-        return (self.matrix, *self.iterates, *self.slopes, *self.images, *self.momenta, *self.weights)
-
-    @classmethod
-    def split(cls, tensors: Sequence[Any], rule: Rule) -> "Kept":
-        """Sorts what :meth:`tensors` returned."""
-        matrix, *rest = tensors
-        # A buffer has one more dimension than the rows of a matrix.
-        if rule.stacked and rest and rest[0].dim() == 3:
-            return cls((rest[0],), images=rest[1:], matrix=matrix)
-        count = rule.iterations - (1 if rule.draws_gradients else 2)
-        unknown = rule.recursion.momenta(rule.iterations) is None
-        counts = (count, 0 if rule.prior.slope_from_value else count, rule.images, unknown * (rule.iterations - 2))
-        parts = []
-        for one in (*counts, len(rest)):
-            parts.append(rest[:one])
-            rest = rest[one:]
-        return cls(*parts, matrix=matrix)
-
-    def unstacked(self, rule: Rule) -> "Kept":
-        """Returns the same one by one."""
-        images = self.images[0].unbind()[int(rule.draws_gradients) :] if self.images else ()
-        first = 0 if rule.draws_gradients else 1
-        return Kept(list(self.iterates[0].unbind()[first:]), images=images, matrix=self.matrix)
 
 
 class Terms(NamedTuple):
@@ -137,15 +69,18 @@ class _Iterations:
         additive = numbers.steps[k] if self.rule.draws_gradients else numbers.factors[k]
         if recursion.reference is not None:
             start = k // recursion.reference * recursion.reference
-            point = self._reference(start)
+            point: Parts = self._reference(start)
             if k == start:
                 return Terms(point, [], None, additive)
             share = numbers.factors[k] / numbers.factors[start]
-            base = [] if is_one(share) else [(j, one * (1 - share)) for j, one in point]
+            base: Parts = [] if is_one(share) else [(j, one * (1 - share)) for j, one in point]
             return Terms([(k, 1.0), *((j, -one) for j, one in point)], base, share, None)
-        moved, inertia = momentum is not None and k > 1, recursion.inertia
-        point = [(k, 1 + momentum), (k - 1, -momentum)] if momentum is not None and moved else [(k, 1.0)]
-        return Terms(point, [(k, inertia), (k - 1, -inertia)][: min(k, 2)] if inertia else [], None, additive)
+        inertia = recursion.inertia
+        point = [(k, 1.0)]
+        if momentum is not None and k > 1:
+            point = [(k, 1 + momentum), (k - 1, -momentum)]
+        added: Parts = [(k, inertia), (k - 1, -inertia)] if inertia else []
+        return Terms(point, added[: min(k, 2)], None, additive)
 
     def _reference(self, start: int) -> Parts:
         """Returns what the reference point of a loop is made of; nothing is zero."""
@@ -191,8 +126,10 @@ def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tu
         slots.append(None)
         if z is not None:
             places[0].copy_(z)
-    kept, values, v, anchor = Kept([], [], [], [], state.made.weights), {}, first, first
-    x = ahead = memory = out = None
+    kept, v, anchor = Kept(weights=state.made.weights), first, first
+    values: dict[int, Tensor] = {}
+    x: Tensor | None = None
+    ahead = memory = out = None
     for k in range(1, rule.iterations):
         step, before = numbers.steps[k - 1], x
         if stacked:
@@ -210,7 +147,7 @@ def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tu
             kept.iterates.append(x.clone() if x is first else x)
             if not prior.slope_from_value:
                 kept.slopes.append(prior.derivative(v, step) if prior.separable else v)
-        momentum = None if state.momenta is None else state.momenta[k - 1] or None
+        momentum: Any = None if state.momenta is None else state.momenta[k - 1] or None
         if state.momenta is None and recursion.momentum is not None:
             momentum, memory = recursion.momentum.weight(x, before, ahead, memory, rule.layout.inner)
             if keep and momentum is not None:
@@ -226,7 +163,7 @@ def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tu
     if outputs is not None:
         v = _chosen(outputs[again], v, out, prior.zero_argument)
     if stacked:
-        kept = Kept((buffer,), images=() if whole is None else (whole,))
+        kept = Kept([buffer], images=[] if whole is None else [whole], stacked=True)
     kept.matrix = state.made.matrix
     return v, first, kept
 
@@ -235,7 +172,7 @@ def _chosen(drawn: Tensor, new: Tensor, old: Tensor | None, otherwise: float | N
     """Returns the new value of outputs that were drawn, and the old one, or a number, of all others."""
     if old is None and not otherwise:
         return drawn * new
-    return drawn * new + (1 - drawn) * (otherwise if old is None else old)
+    return drawn * new + (1 - drawn) * (old if old is not None else otherwise or 0.0)
 
 
 def _has_values(*tensors: Tensor | None) -> bool:
@@ -281,8 +218,9 @@ class _Solve(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Looked at once: a checkpointed segment would be computed again for a second look.
         saved, count = ctx.saved_tensors, len(Given._fields) - 1
-        given, rest = Given(*saved[:count], ctx.rule), saved[count:]
-        needs, found = ctx.needs_input_grad[:4], [None] * 4
+        given, rest = Given._make((*saved[:count], ctx.rule)), saved[count:]
+        needs = ctx.needs_input_grad[:4]
+        found: list[Tensor | None] = [None] * 4
         if grads[0] is not None or grads[1] is not None:
             recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             with autocast_off(given.weight.device):
@@ -302,7 +240,7 @@ def _recorded(
     views = [None if one is None else one.view_as(one) for one in given[:4]]
     live = [one for one, needed in zip(views, needs, strict=True) if needed and one is not None]
     weights = () if given.rule.samples.chooser is None else Kept.split(rest, given.rule).weights
-    given = Given(*views, *given[4:])._replace(gram=None if needs[2] else given.gram)
+    given = Given._make((*views, *given[4:]))._replace(gram=None if needs[2] else given.gram)
     out = _iterate(given.flattened(), keep=False, weights=weights)[:2]
     pairs = [(given.rule.layout.back(one), above) for one, above in zip(out, grads, strict=True) if above is not None]
     outs, above = zip(*pairs, strict=True)

@@ -8,7 +8,7 @@ All paths are exact. With ``n1`` inputs, ``n2`` outputs, a batch of ``B`` proble
 | ``gram`` | ``A A^T``, formed once in every solve | ``(T-1) B n2^2 + n1 n2^2`` |
 | ``masked`` | ``A^T``, then ``A``, with a mask between them | ``2 (T-1) B n1 n2`` |
 | ``columns`` | the ``tau`` sampled columns, gathered in every iteration | ``2 (T-1) B tau n2``, and the gathering |
-| ``collapsed`` | nothing: all of them are one weight, formed on the smaller side ``n`` | ``2 n^2 max(n1, n2) + j n^3`` |
+| ``collapsed`` | nothing: they are one weight, formed on the smaller side ``n`` | ``2 n^2 max(n1, n2) + j n^3`` |
 
 ``collapsed`` is for solves without a prior, whose polynomial takes ``j`` products of small matrices. A convolution
 whose windows do not overlap is a matrix for each of its places.

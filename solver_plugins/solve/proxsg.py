@@ -129,8 +129,9 @@ class ProxSG(SamplingSolver):
             if norms is not None and (probabilities is None or self.config.sampling == "gradient"):
                 u = problem.input
                 with torch.no_grad():
-                    start = x is None or self.config.sampling == "lipschitz"
-                    residual = u.to(problem.dtype) if start else problem.scaled(problem.operator.adjoint(x)) - u
+                    residual = u.to(problem.dtype)
+                    if x is not None and self.config.sampling == "gradient":
+                        residual = problem.scaled(problem.operator.adjoint(x)) - residual
                 probabilities = self._probabilities(problem, residual, tau, norms)
             gradient = problem.sampled_gradient(x, self._weights(problem, probabilities, tau, draws))
         return SampledState(problem.descend(x, gradient, step), step, probabilities, norms)

@@ -1,7 +1,9 @@
-"""A whole solve as the kernel is given it: its tensors, and the rest."""
+"""A whole solve as the kernel is given it: its tensors, the rest, and what it keeps for its backward pass."""
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,3 +112,50 @@ class Given(NamedTuple):
             picks = None if picks is None else picks.reshape(*picks.shape[:2], -1, 1)
         c = None if self.c is None else layout.flat(self.c)
         return self._replace(c=c, u=u, bias=bias, inputs=inputs, outputs=outputs, picks=picks)
+
+
+@dataclass(eq=False)
+class Kept:
+    """What a solve leaves for its backward pass: one entry per iteration, or one buffer for all.
+
+    Attributes:
+        iterates: ``x_k``; one by one and where ``c`` is given, without the first, ``prox(c)``.
+        slopes: ``J_k`` where the iterate does not tell it; for a prior that is not separable, ``v_k``. As many.
+        images: ``z_k`` of the first iterations; one by one, without the very first.
+        momenta: ``b_k`` from the second iteration on, where they are tensors.
+        weights: What a chooser has drawn.
+        matrix: What the products made of ``A A^T``, once for both passes.
+        stacked: Whether there are buffers.
+    """
+
+    iterates: list[Tensor] = field(default_factory=list)
+    slopes: list[Tensor] = field(default_factory=list)
+    images: list[Tensor] = field(default_factory=list)
+    momenta: list[Tensor] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    matrix: Tensor | None = None
+    stacked: bool = False
+
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns all of it, in the order of :meth:`split`."""
+        return (self.matrix, *self.iterates, *self.slopes, *self.images, *self.momenta, *self.weights)
+
+    @classmethod
+    def split(cls, tensors: Sequence[Any], rule: Rule) -> "Kept":
+        """Sorts what :meth:`tensors` returned."""
+        matrix, *rest = tensors
+        # A buffer has one more dimension than the rows of a matrix.
+        if rule.stacked and rest and rest[0].dim() == 3:
+            return cls(rest[:1], images=rest[1:], matrix=matrix, stacked=True)
+        count = rule.iterations - (1 if rule.draws_gradients else 2)
+        unknown = rule.recursion.momenta(rule.iterations) is None
+        counts = (count, 0 if rule.prior.slope_from_value else count, rule.images, unknown * (rule.iterations - 2))
+        ends = [0, *itertools.accumulate(counts), len(rest)]
+        iterates, slopes, images, momenta, weights = (rest[a:b] for a, b in itertools.pairwise(ends))
+        return cls(iterates, slopes, images, momenta, weights, matrix)
+
+    def unstacked(self, rule: Rule) -> "Kept":
+        """Returns the same one by one."""
+        images = self.images[0].unbind()[int(rule.draws_gradients) :] if self.images else ()
+        iterates = self.iterates[0].unbind()[int(not rule.draws_gradients) :]
+        return Kept(list(iterates), images=list(images), matrix=self.matrix)

@@ -10,17 +10,21 @@ from torch.autograd import forward_ad
 from solver_plugins.operators import LinearMap
 from solver_plugins.prox.base import is_unit
 from solver_plugins.solve.base import Draws, SamplingSolver, Solver, State
-from solver_plugins.solve.kernel import may_stack, solve_recursion
+from solver_plugins.solve.kernel import solve_recursion
 from solver_plugins.solve.layout import Layout
 from solver_plugins.solve.loop import Solution
 from solver_plugins.solve.paths import images_kept, regroups
 from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.products import LARGE_BATCH
 from solver_plugins.solve.recursion import Recursion, Samples
 from solver_plugins.solve.rule import Given, Rule
 
+LARGEST = 2**21
+"""This many numbers in a buffer: above, a large batch is better off with one product after the other."""
+
 
 def runs_in_kernel(solver: Solver, problem: BlockProblem, draws: Draws | None) -> bool:
-    """Whether the kernel can run this solve: it is declared, and gradients reach neither into the prior nor forwards."""
+    """Whether the kernel can run this solve: it is declared, and no gradient reaches into the prior, or forwards."""
     prior, recursion = problem.prior, solver.recursion
     if recursion is None or solver.config.iters == 1 or prior.learnable or prior.opaque or is_transformed(problem):
         return False
@@ -140,3 +144,16 @@ def _kept(rule: Rule, solver: Solver, problem: BlockProblem, shape: torch.Size, 
     if exact and samples.outputs is None and may_stack(rule, rows, features):
         return replace(rule, stacked=True)
     return rule
+
+
+def may_stack(rule: Rule, rows: int, features: int) -> bool:
+    """Whether a solve of this size gains by buffers; ``features`` is the width of the largest."""
+    recursion, prior = rule.recursion, rule.prior
+    plain = recursion.momentum is None and not recursion.inertia and recursion.reference is None
+    if not (plain and rule.is_flat and prior.separable and prior.slope_from_value) or rule.iterations == 1:
+        return False
+    if rule.draws_gradients and (rule.path == "columns" or rule.samples.chooser is not None):
+        return False
+    if not rule.draws_gradients and (recursion.factor is not None or 0 < rule.images < rule.iterations - 1):
+        return False
+    return rows < LARGE_BATCH or rows * features * rule.iterations <= LARGEST

@@ -64,7 +64,7 @@ def sampled_smoothness(
     return full_smoothness(torch.maximum(mean_square, 0.5 * realised), lam)
 
 
-def step_factor(rule: StepRule, iteration: int, *, decay: float, lam: float, smoothness: Tensor) -> Step:
+def step_factor(rule: StepRule, iteration: int, *, decay: float, lam: float, smoothness: Step) -> Step:
     """Returns what the base step is multiplied by at ``iteration`` (counted from zero)."""
     if iteration == 0 or rule in ("constant", "expected_smoothness"):
         return 1.0

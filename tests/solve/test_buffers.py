@@ -11,6 +11,7 @@ from solver_plugins.solve import Recursion, Samples, kernel
 from solver_plugins.solve.fista import Nesterov
 from solver_plugins.solve.layout import Layout
 from solver_plugins.solve.rule import Rule
+from solver_plugins.solve.run import LARGE_BATCH, LARGEST, may_stack
 from tests.solve.test_kernels import F64, PRIORS, assert_same, value_and_gradients
 
 STACKED = ("identity", "relu", "relu6", "hardtanh", "leaky")
@@ -31,7 +32,7 @@ def test_iterations_in_one_buffer(path, memory, iters, taken):
     """Small matrices take these passes; every prior that may, a batch of tokens, and more rows than a large batch."""
     generator = torch.Generator().manual_seed(0)
     for prior in STACKED:
-        for shape in ((7, 3, 12), (kernel.LARGE_BATCH + 8, 12)):
+        for shape in ((7, 3, 12), (LARGE_BATCH + 8, 12)):
             shapes = (shape, (8, 12), (8,))
             given = [torch.randn(one, dtype=F64, generator=generator) for one in shapes]
             for formulation in ("normalized", "paper"):
@@ -72,8 +73,8 @@ def test_buffers_only_where_they_fit():
         operator=LinearMap(torch.ones(2, 2)), dtype=F64, path="gram", recursion=Recursion(), iterations=10,
         prior=prox_for("relu"), lam=0.0, unit=True, layout=layout,
     )  # fmt: skip
-    rows, may = kernel.LARGE_BATCH, kernel.may_stack
-    assert may(rule, rows - 1, 10**6) and may(rule, rows, 100) and not may(rule, rows, kernel.LARGEST)
+    rows, may = LARGE_BATCH, may_stack
+    assert may(rule, rows - 1, 10**6) and may(rule, rows, 100) and not may(rule, rows, LARGEST)
     assert not may(replace(rule, recursion=Recursion(momentum=Nesterov(True))), 2, 2)
     assert not may(replace(rule, recursion=Recursion(inertia=0.1)), 2, 2)
     assert not may(replace(rule, prior=prox_for("tanh")), 2, 2)
