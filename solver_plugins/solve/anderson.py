@@ -1,6 +1,5 @@
 """Safeguarded Anderson acceleration of the proximal-gradient map."""
 
-import itertools
 from dataclasses import dataclass
 
 import pydantic
@@ -28,14 +27,20 @@ class HistoryState(State):
     """A :class:`State` with what Anderson's method remembers.
 
     Attributes:
-        images: ``T(x_j)`` of the last steps, flattened per sample.
-        residuals: ``prox(T(x_j)) - x_j`` of the last steps, flattened per sample.
+        image: ``T(x_k)``, flattened per sample.
+        residual: ``f_k``, flattened per sample.
+        image_moves: ``T(x_{j+1}) - T(x_j)`` of the last steps.
+        moves: ``f_{j+1} - f_j`` of the last steps.
+        normal: The inner products of the moves, one matrix per sample; None before the first.
         best_image: ``T(x)`` of the ``x`` with the smallest residual so far.
         best_size: That residual's squared norm.
     """
 
-    images: tuple[Tensor, ...]
-    residuals: tuple[Tensor, ...]
+    image: Tensor
+    residual: Tensor
+    image_moves: tuple[Tensor, ...]
+    moves: tuple[Tensor, ...]
+    normal: Tensor | None
     best_image: Tensor
     best_size: Tensor
 
@@ -75,34 +80,44 @@ class Anderson(Solver):
         residual = (moved if x is None else moved - x).to(image.dtype).flatten(flat_dims)
         size = residual.detach().square().sum(-1, keepdim=True)
         if state is None:
-            return HistoryState(image, step, (flat_image,), (residual,), flat_image, size)
-        images = (*state.images, flat_image)[-self.config.window - 1 :]
-        residuals = (*state.residuals, residual)[-self.config.window - 1 :]
+            return HistoryState(image, step, flat_image, residual, (), (), None, flat_image, size)
+        # Every difference is taken once, and so is every inner product: a window of them would be taken again.
+        image_moves = (*state.image_moves, flat_image - state.image)[-self.config.window :]
+        moves = (*state.moves, residual - state.residual)[-self.config.window :]
         better = size < state.best_size
         best_image = torch.where(better, flat_image, state.best_image)
-        mixed = self._mix(images, residuals, problem.rounding)
+        with torch.autocast(image.device.type, enabled=False):
+            # The small solve keeps the working precision: autocast would run its products in half.
+            df = torch.stack(moves, -2)
+            normal = _bordered(state.normal, (df * moves[-1].unsqueeze(-2)).sum(-1))
+            gamma = self._weights(normal, (df * residual.unsqueeze(-2)).sum(-1), flat_image, problem.rounding)
+            mixed = flat_image - (gamma.unsqueeze(-1) * torch.stack(image_moves, -2)).sum(-2)
         # Shaped before the choice: a block that returned a view would lose FSDP2's hook to an in-place activation.
         chooses = better.reshape(*better.shape[:-1], *(1,) * -flat_dims)
         v = torch.where(chooses, mixed.reshape(image.shape), best_image.reshape(image.shape))
         best_size = torch.where(better, size, state.best_size)
-        return HistoryState(v, step, images, residuals, best_image, best_size)
+        return HistoryState(v, step, flat_image, residual, image_moves, moves, normal, best_image, best_size)
 
-    def _mix(self, images: tuple[Tensor, ...], residuals: tuple[Tensor, ...], rounding: float) -> Tensor:
-        # The small solve keeps the working precision: autocast would run its products in half.
-        with torch.autocast(images[-1].device.type, enabled=False):
-            df = torch.stack([b - a for a, b in itertools.pairwise(residuals)], -2)
-            dt = torch.stack([b - a for a, b in itertools.pairwise(images)], -2)
-            normal = df @ df.mT
-            size = normal.diagonal(dim1=-2, dim2=-1)
-            # Differences below the rounding error of T carry no information; in half precision that is most of them.
-            noise = rounding**2 * images[-1].detach().square().sum(-1, keepdim=True)
-            # Residuals of one active feature are all parallel: what excludes a singular matrix must be seen beside the
-            # rounding error of each difference, the last of which are the smallest. Beside that of the largest, too:
-            # gradients would be full of it.
-            precision = torch.finfo(normal.dtype)
-            share = max(self.config.ridge, 64 * precision.eps)
-            ridge = share * (size + size.sum(-1, keepdim=True)) + noise + precision.tiny
-            right = df @ residuals[-1].unsqueeze(-1)
-            # solve_ex: checking for a singular matrix, which the ridge excludes, would stall a GPU.
-            gamma = torch.linalg.solve_ex(normal + ridge.diag_embed(), right).result
-            return images[-1] - (gamma.mT @ dt).squeeze(-2)
+    def _weights(self, normal: Tensor, right: Tensor, image: Tensor, rounding: float) -> Tensor:
+        """Returns ``gamma``: the solution of the small least-squares problem of each sample."""
+        size = normal.diagonal(dim1=-2, dim2=-1)
+        # Differences below the rounding error of T carry no information; in half precision that is most of them.
+        noise = rounding**2 * image.detach().square().sum(-1, keepdim=True)
+        # Residuals of one active feature are all parallel: what excludes a singular matrix must be seen beside the
+        # rounding error of each difference, the last of which are the smallest. Beside that of the largest, too:
+        # gradients would be full of it.
+        precision = torch.finfo(normal.dtype)
+        share = max(self.config.ridge, 64 * precision.eps)
+        ridge = share * (size + size.sum(-1, keepdim=True)) + noise + precision.tiny
+        # solve_ex: checking for a singular matrix, which the ridge excludes, would stall a GPU.
+        return torch.linalg.solve_ex(normal + ridge.diag_embed(), right.unsqueeze(-1)).result.squeeze(-1)
+
+
+def _bordered(normal: Tensor | None, row: Tensor) -> Tensor:
+    """Returns a symmetric matrix with a row more at its end, and as many less at its start as that has no place for."""
+    if normal is None:
+        return row.unsqueeze(-1)
+    count = row.shape[-1] - 1
+    kept = normal[..., normal.shape[-1] - count :, normal.shape[-1] - count :]
+    above = torch.cat([kept, row[..., :-1].unsqueeze(-1)], -1)
+    return torch.cat([above, row.unsqueeze(-2)], -2)
