@@ -169,7 +169,7 @@ def solve_block(
             batch,
             sampling=draws is not None,
             prior=prior,
-            gram_is_known=gram is not None,
+            gram_is_known=gram is not None and not training,
             known=problem.known,
             # With gradients, too, so that evaluation computes the same numbers.
             kept=not training and constants.collapsed is not None,

@@ -99,6 +99,17 @@ def test_it_costs_what_the_plain_layer_costs():
     assert counts[0] > counts[1] == counts[2] < 2 * 12 * 8 * (500 + 8)
 
 
+@pytest.mark.parametrize("outputs", [8, 20])
+def test_training_collapses_too(outputs):
+    """One product with the input; the rest does not grow with the batch."""
+    block, counts = made(outputs=outputs).train(), []
+    for rows in (500, 1000):
+        with FlopCounterMode(display=False) as counter:
+            block(torch.randn(rows, 12, dtype=F64))
+        counts.append(counter.get_total_flops())
+    assert counts[1] - counts[0] == 2 * 500 * 12 * outputs
+
+
 def test_gradients_in_evaluation():
     """Of a frozen weight the kept one serves; where the weight has a gradient, it gets the right one."""
     block, u = made(), torch.randn(30, 12, dtype=F64, requires_grad=True)
