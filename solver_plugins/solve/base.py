@@ -14,7 +14,7 @@ from torch import Tensor
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError
-from solver_plugins.operators import LinearOperator, tau_nice_indices, tau_nice_mask, tau_nice_masks, tau_of
+from solver_plugins.operators import LinearOperator, tau_nice_indices, tau_nice_masks, tau_of
 from solver_plugins.prox import Prior
 from solver_plugins.prox.base import Step
 from solver_plugins.solve.problem import BlockProblem, Formulation
@@ -297,42 +297,24 @@ class SamplingSolver(Solver):
             draws: Where random numbers come from.
             indices: Whether samples of the inputs are indices of columns, else masks.
         """
-        tau, features = self.tau(problem.operator.in_features), problem.operator.in_features
-        inputs = self.uniform_samples(problem, tau, self.config.iters, draws, indices=indices)
-        return Samples(inputs, features / tau)
+        features = problem.operator.in_features
+        tau, count = self.tau(features), self.config.iters
+        if not indices:
+            return Samples(self.masks(problem, draws, count), features / tau)
+        device = problem.input.device
+        return Samples(tau_nice_indices(count, features, tau, device=device, generator=draws.generator), features / tau)
 
     def batch_shape(self, tensor: Tensor, operator: LinearOperator) -> tuple[int, ...]:
         """Returns how many independent draws to make: one per problem, or a single one for all of them."""
         return tuple(tensor.shape[: tensor.dim() - len(operator.problem_dims)]) if self.config.per_sample else ()
 
-    def uniform_samples(
-        self, problem: BlockProblem, tau: int, iterations: int, draws: Draws, *, indices: bool
-    ) -> Tensor:
-        """Draws the uniform samples of all iterations in one call.
+    def masks(self, problem: BlockProblem, draws: Draws, count: int) -> Tensor:
+        """Draws tau-nice masks of zeros and ones (Definition 3.1), in bytes, that broadcast along what is sampled.
 
-        Args:
-            problem: The problem.
-            tau: How many features are drawn.
-            iterations: How many samples there are.
-            draws: Where random numbers come from. On the CPU the samples are those of :meth:`uniform_mask`.
-            indices: Whether to return indices, shape ``(iterations, tau)``, of samples that the batch shares; else
-                masks, which broadcast along the features of the input.
+        On the CPU one call for all iterations draws the same as one for each.
         """
-        operator, device = problem.operator, problem.input.device
-        if indices:
-            return tau_nice_indices(iterations, operator.in_features, tau, device=device, generator=draws.generator)
-        shape, source = self.batch_shape(problem.input, operator), draws.generator
-        masks = tau_nice_masks(iterations, shape, operator.in_features, tau, device=device, generator=source)
-        return operator.per_feature(masks)
-
-    def uniform_mask(self, like: Tensor, features: int, tau: int, operator: LinearOperator, draws: Draws) -> Tensor:
-        """Draws a tau-nice 0/1 mask (Definition 3.1) that broadcasts along the features of ``like``."""
-        mask = tau_nice_mask(
-            self.batch_shape(like, operator),
-            features,
-            tau,
-            device=like.device,
-            dtype=like.dtype,
-            generator=draws.generator,
-        )
-        return operator.per_feature(mask)
+        operator, u = problem.operator, problem.input
+        features = operator.out_features if self.samples == "outputs" else operator.in_features
+        shape, source = self.batch_shape(u, operator), draws.generator
+        drawn = tau_nice_masks(count, shape, features, self.tau(features), device=u.device, generator=source)
+        return operator.per_feature(drawn)

@@ -1,6 +1,5 @@
 """Proximal stochastic gradient with tau-nice or importance sampling (Prox-SG, Prop. 1)."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -53,19 +52,6 @@ class ProxSGConfig(RateConfig):
         return self
 
 
-@dataclass(frozen=True)
-class SampledState(State):
-    """A :class:`State` of an importance sampling, with what later iterations use again (None: uniform).
-
-    Attributes:
-        probabilities: The inclusion probabilities of the last sample.
-        norms: ``|a_i|^2`` in the working precision.
-    """
-
-    probabilities: Tensor | None
-    norms: Tensor | None
-
-
 @register_solver
 class ProxSG(SamplingSolver):
     """Proximal stochastic gradient: one iteration is exact-count dropout -> linear -> activation.
@@ -97,13 +83,13 @@ class ProxSG(SamplingSolver):
     recursion = SamplingSolver.recursion
 
     def draw(self, problem: BlockProblem, draws: Draws, *, indices: bool) -> Samples:
-        operator, iterations = problem.operator, self.config.iters
+        iterations = self.config.iters
         if self.config.sampling == "uniform":
             return super().draw(problem, draws, indices=indices)
-        tau, norms = self.tau(operator.in_features), self._norms(problem)
+        tau, norms = self.tau(problem.operator.in_features), self._norms(problem)
         if self.config.sampling == "gradient":
             return Samples(chooser=partial(self._chosen, problem, tau, norms, draws))
-        probabilities = inclusion_probabilities(norms, tau).expand(*self.batch_shape(problem.input, operator), -1)
+        probabilities = self._probabilities(problem, problem.input, tau, norms)
         return Samples(torch.stack([self._weights(problem, probabilities, tau, draws) for _ in range(iterations)]))
 
     def _chosen(self, problem: BlockProblem, tau: int, norms: Tensor, draws: Draws, residual: Tensor) -> Tensor:
@@ -113,39 +99,30 @@ class ProxSG(SamplingSolver):
     def init(self, problem: BlockProblem) -> None:
         return None
 
-    def step(
-        self, problem: BlockProblem, state: SampledState | None, iteration: int, draws: Draws | None
-    ) -> SampledState:
-        x = None if state is None else self.value(problem, state)
-        probabilities, norms = (None, None) if state is None else (state.probabilities, state.norms)
-        step = self.step_at(problem, iteration)
-        features = problem.operator.in_features
-        tau = self.tau(features)
-        if draws is None or tau == features:
-            gradient = problem.gradient(x)
-        else:
-            if norms is None and self.config.sampling != "uniform":
-                norms = self._norms(problem)
-            if norms is not None and (probabilities is None or self.config.sampling == "gradient"):
-                u = problem.input
-                with torch.no_grad():
-                    residual = u.to(problem.dtype)
-                    if x is not None and self.config.sampling == "gradient":
-                        residual = problem.scaled(problem.operator.adjoint(x)) - residual
-                probabilities = self._probabilities(problem, residual, tau, norms)
-            gradient = problem.sampled_gradient(x, self._weights(problem, probabilities, tau, draws))
-        return SampledState(problem.descend(x, gradient, step), step, probabilities, norms)
+    def step(self, problem: BlockProblem, state: State | None, iteration: int, draws: Draws | None) -> State:
+        x, step = None if state is None else self.value(problem, state), self.step_at(problem, iteration)
+        tau = self.tau(problem.operator.in_features)
+        if draws is None or not self.thins(problem.operator):
+            return State(problem.descend(x, problem.gradient(x), step), step)
+        probabilities = None
+        if self.config.sampling != "uniform":
+            with torch.no_grad():
+                residual = problem.input.to(problem.dtype)
+                residual = residual if x is None else problem.scaled(problem.operator.adjoint(x)) - residual
+            probabilities = self._probabilities(problem, residual, tau, self._norms(problem))
+        gradient = problem.sampled_gradient(x, self._weights(problem, probabilities, tau, draws))
+        return State(problem.descend(x, gradient, step), step)
 
     @torch.no_grad()
     def _norms(self, problem: BlockProblem) -> Tensor:
-        """Returns ``|a_i|^2``; once per solve, for those of a convolution take longer than an iteration."""
+        """Returns ``|a_i|^2``."""
         return problem.operator.column_norms_sq().to(problem.dtype)
 
     def _weights(self, problem: BlockProblem, probabilities: Tensor | None, tau: int, draws: Draws) -> Tensor:
         """Draws a sample and returns its weights, of mean one, shaped like the input's features."""
         operator, u = problem.operator, problem.input
         if probabilities is None:
-            return self.uniform_mask(u, operator.in_features, tau, operator, draws) * (operator.in_features / tau)
+            return self.masks(problem, draws, 1)[0].to(u.dtype) * (operator.in_features / tau)
         mask = importance_mask(probabilities, generator=draws.generator)
         return operator.per_feature(importance_weights(mask, probabilities).to(u.dtype))
 

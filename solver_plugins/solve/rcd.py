@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import OptionError
-from solver_plugins.operators import tau_nice_masks
 from solver_plugins.prox import Prior
 from solver_plugins.registry import register_solver
 from solver_plugins.solve.base import Draws, RateConfig, SamplingSolver, State
@@ -60,16 +59,7 @@ class RCD(SamplingSolver):
     recursion = SamplingSolver.recursion
 
     def draw(self, problem: BlockProblem, draws: Draws, *, indices: bool) -> Samples:
-        operator, output = problem.operator, problem.output
-        masks = tau_nice_masks(
-            self.config.iters,
-            self.batch_shape(output, operator),
-            operator.out_features,
-            self.tau(operator.out_features),
-            device=output.device,
-            generator=draws.generator,
-        )
-        return Samples(outputs=operator.per_feature(masks))
+        return Samples(outputs=self.masks(problem, draws, self.config.iters))
 
     def init(self, problem: BlockProblem) -> CoordinateState:
         zero = torch.zeros_like(problem.output)
@@ -88,7 +78,7 @@ class RCD(SamplingSolver):
         tau = self.tau(features)
         if draws is None or tau == features:
             return CoordinateState(v, step, x, argument)
-        drawn = self.uniform_mask(v, features, tau, problem.operator, draws) > 0
+        drawn = self.masks(problem, draws, 1)[0] > 0
         kept = None if state.unit_argument is None else torch.where(drawn, argument, state.unit_argument)
         return CoordinateState(v, step, torch.where(drawn, x, state.x), kept)
 

@@ -75,11 +75,11 @@ class VarianceReduced(SamplingSolver):
     def draw(self, problem: BlockProblem, draws: Draws, *, indices: bool) -> Samples:
         inner, again, features = self.config.inner, self.config.iters - 1, problem.operator.in_features
         tau, picks = self.tau(features), []
-        masks = [self.uniform_samples(problem, tau, min(inner - 1, again), draws, indices=False)]
+        masks = [self.masks(problem, draws, min(inner - 1, again))]
         for start in range(inner, again + 1, inner):
             if self.mixes:
                 picks.append(self.picks(problem, draws))
-            masks.append(self.uniform_samples(problem, tau, min(inner - 1, again - start), draws, indices=False))
+            masks.append(self.masks(problem, draws, min(inner - 1, again - start)))
         return Samples(torch.cat(masks), features / tau, picks=torch.stack(picks) if picks else None)
 
     def smoothness(self, operator: LinearOperator, lipschitz: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class VarianceReduced(SamplingSolver):
         if draws is None or tau == problem.operator.in_features:
             gradient = problem.gradient(x)
         else:
-            mask = self.uniform_mask(problem.input, problem.operator.in_features, tau, problem.operator, draws)
+            mask = self.masks(problem, draws, 1)[0]
             difference = x if state.snapshot is None else x - state.snapshot
             weights = mask.to(x.dtype) * (problem.operator.in_features / tau)
             gradient = state.full_gradient + problem.sampled_hessian(difference, weights)
