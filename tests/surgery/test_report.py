@@ -123,7 +123,7 @@ def test_paths_are_shown_and_counted():
         ("fista", {}, 19, 19),
         # Behind a norm, what is added to A u costs one product, and so does the first sample.
         ("proxsg", {"p": 0.5}, 19, 21),
-        # Gradient sampling draws by the A^T x that the iteration computes; the loop, which PReLU takes, computes it twice.
+        # Gradient sampling draws by the A^T x that the iteration computes; the loop, which PReLU takes, has it twice.
         ("proxsg", {"p": 0.5, "sampling": "gradient"}, 19, 30),
         ("ms2gd", {"p": 0.5}, 19, 20),
         ("s2gd", {}, 19, 20),
