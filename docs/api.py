@@ -11,7 +11,7 @@ PAGE = Path(__file__).with_name("api.md")
 MODULES = (
     "solver_plugins",
     "solver_plugins.blocks",
-    "solver_plugins.solvers",
+    "solver_plugins.solve",
     "solver_plugins.prox",
     "solver_plugins.operators",
     "solver_plugins.surgery",

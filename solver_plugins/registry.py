@@ -256,7 +256,7 @@ def _check_solver(name: str, solver: Any) -> None:
         found = f"{label} has no {' and no '.join(missing)}" if missing else f"{label} is not a class"
         raise RegistrationError(
             f"A solver is a class with the attributes name, Config and tags; {found}. "
-            "Derive it from solver_plugins.solvers.Solver."
+            "Derive it from solver_plugins.solve.Solver."
         )
     if solver.name != name:
         raise RegistrationError(
@@ -275,8 +275,8 @@ S = TypeVar("S", bound=type)
 def register_solver(solver: S) -> S:
     """Class decorator: registers a solver under its ``name``.
 
-    The class needs the attributes ``name``, ``Config`` and ``tags`` of :class:`solver_plugins.solvers.Solver`. The
-    first line of its docstring becomes the description.
+    The class needs the attributes ``name``, ``Config`` and ``tags`` of :class:`solver_plugins.solve.Solver`. The first
+    line of its docstring becomes the description.
     """
     return SOLVERS.register_class(solver)
 

@@ -11,7 +11,7 @@ from solver_plugins.operators import tau_nice_mask
 from solver_plugins.prox import SoftshrinkPrior
 from solver_plugins.proxprop import ProxProp
 from solver_plugins.proxprop.solve import conjugate_gradients
-from solver_plugins.solvers.steps import full_smoothness
+from solver_plugins.solve.steps import full_smoothness
 
 TESTS = Path(__file__).parent
 F64 = torch.float64

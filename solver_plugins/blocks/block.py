@@ -1,5 +1,6 @@
 """The shell that turns a layer into a solver block without ceasing to be that layer."""
 
+import contextlib
 import copy
 from typing import Any, ClassVar, Self
 
@@ -11,13 +12,11 @@ from solver_plugins.blocks.dropout import mark_as_drawn, undropped
 from solver_plugins.blocks.fold import diagonal_of, reference_diagonal
 from solver_plugins.blocks.link import Handed, Link, hand_over
 from solver_plugins.blocks.outlet import folded_norm, repair_ends
-from solver_plugins.blocks.run import Activation, OutputKind, check_combination, check_rank, make_solver, run_block
 from solver_plugins.blocks.scale import SCALE_BUFFERS, Scaled
 from solver_plugins.blocks.segment import current_segments
 from solver_plugins.blocks.shell import hides_forward, made_class, take_off
 from solver_plugins.blocks.stepsize import STEP_BUFFERS
 from solver_plugins.errors import OptionError, SolverPluginsError, UnsupportedLayerError
-from solver_plugins.gradients import fresh_gram
 from solver_plugins.operators import (
     Geometry,
     LinearOperator,
@@ -29,10 +28,25 @@ from solver_plugins.operators import (
     rescaled_bound,
 )
 from solver_plugins.prox import Prior, prox_for
-from solver_plugins.solvers import Diagnostics, Solver, working_dtype
+from solver_plugins.solve import (
+    Activation,
+    Collapsed,
+    Constants,
+    Diagnostics,
+    OutputKind,
+    Scale,
+    Solver,
+    check_combination,
+    check_rank,
+    fresh_gram,
+    make_solver,
+    pose_problem,
+    solve_block,
+    working_dtype,
+)
 from solver_plugins.wrappers import COMPILED_IN_PLACE, wrapper_of
 
-_STATE = {"geometry", "solver", "prior", "link", "routed", "observer", "output", "activation"}
+_STATE = {"geometry", "solver", "prior", "link", "routed", "observer", "output", "activation", "collapsed"}
 _BUFFERS = {*SCALE_BUFFERS, "residual", "gram", "diagonal_reference"}
 RESERVED = {*STEP_BUFFERS, *_STATE, *_BUFFERS}
 """Names that a block needs for itself on its layer."""
@@ -60,6 +74,7 @@ class SolverBlock(Scaled):
         link: The way to the norm or activation behind which it solves; None where it solves at once.
         output: "argument" of the activation, or its "value".
         gram: ``A A^T`` for evaluation, from :meth:`cache_gram`; None where it is computed, or not used, in every solve.
+        collapsed: The affine map of a block without a prior, kept in evaluation.
         diagonal_reference: The folded norm's diagonal that ``L`` is certified for.
         routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
     """
@@ -74,6 +89,7 @@ class SolverBlock(Scaled):
     output: OutputKind
     residual: Tensor
     gram: Tensor | None
+    collapsed: Collapsed
     diagonal_reference: Tensor
     routed: bool
 
@@ -140,7 +156,7 @@ class SolverBlock(Scaled):
         check_combination(solver, prior, output, kernel.shape[0], kernel.shape[1] * geometry.groups, geometry)
         check_rank(solver, prior, kernel)
         self.geometry, self.solver, self.prior, self.output, self.link = geometry, solver, prior, output, link
-        self.routed, self.observer = False, None
+        self.routed, self.observer, self.collapsed = False, None, Collapsed()
         if output == "value" and isinstance(activation, nn.Module):
             # The block applies it, so the block owns it: its parameters train, move and save with the block.
             self.activation = activation
@@ -164,11 +180,7 @@ class SolverBlock(Scaled):
     def _hand_over(self, link: Link, input: Tensor) -> Tensor:
         """Returns the layer's output, marked with what the solver behind it needs."""
         repair_ends(link, self.prior)
-        if parametrize.is_parametrized(self):
-            # Some parametrisations change with every look (spectral_norm in training): look once.
-            with parametrize.cached():
-                output, kernel = super().forward(input), self._kernel()
-        else:
+        with self._one_look():
             output, kernel = super().forward(input), self._kernel()
         return hand_over(output, Handed(link, self, input, kernel, segments=current_segments()))
 
@@ -198,24 +210,16 @@ class SolverBlock(Scaled):
             constant = rescaled_bound(constant, diagonal.detach(), self.diagonal_reference)
         operator = operator_from_kernel(kernel, self.geometry, u.shape, diagonal=diagonal)
         additive = argument - operator.apply(u) if self.solver.samples == "inputs" else None
-        return run_block(
-            self.solver,
-            self.prior,
-            operator,
-            u,
-            None,
-            lambda: argument,
-            constant,
-            additive=additive,
-            dtype=argument.dtype,
-            residual=self.residual if self.solver.implicit else None,
-            gain=self.channel_gain,
-            shift=self.channel_shift,
-            blend=self.blend,
-            gram=self.gram,
-            observer=self.observer,
-            training=self.training,
-        )[0]
+        constants = self._constants(constant, self.gram)
+        problem = pose_problem(self.solver, self.prior, operator, u, constants, lambda: argument, additive=additive)
+        problem.known, problem.result = True, argument.dtype
+        return solve_block(problem, self.solver, constants, self._scale(), training=self.training)[0]
+
+    def _constants(self, constant: Tensor, gram: Tensor | None) -> Constants:
+        return Constants(constant, gram, self.collapsed, self.residual if self.solver.implicit else None)
+
+    def _scale(self) -> Scale:
+        return Scale(self.channel_gain, self.channel_shift, self.blend, self.observer)
 
     def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
         """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.
@@ -244,11 +248,12 @@ class SolverBlock(Scaled):
     def _run(
         self, input: Tensor, generator: torch.Generator | None = None, diagnose: bool = False
     ) -> tuple[Tensor, Diagnostics | None]:
-        if parametrize.is_parametrized(self):
-            # Some parametrisations change with every look (spectral_norm in training): look once.
-            with parametrize.cached():
-                return self._solve(input, generator, diagnose)
-        return self._solve(input, generator, diagnose)
+        with self._one_look():
+            return self._solve(input, generator, diagnose)
+
+    def _one_look(self) -> contextlib.AbstractContextManager[Any]:
+        """Some parametrisations change with every look (spectral_norm in training): within it, there is only one."""
+        return parametrize.cached() if parametrize.is_parametrized(self) else contextlib.nullcontext()
 
     def _solve(
         self, input: Tensor, generator: torch.Generator | None, diagnose: bool
@@ -259,21 +264,15 @@ class SolverBlock(Scaled):
         fresh = fresh_gram(self.solver, self.prior, operator, input.shape) if self.training else None
         # First: it may find that the weights have moved, and drop the Gram matrix.
         constant = self._current_L(kernel, fresh) if self.solver.needs_constant else self.L
-        return run_block(
+        constants, plain = self._constants(constant, fresh if self.training else self.gram), super().forward
+        problem = pose_problem(
+            self.solver, self.prior, operator, input, constants, lambda: plain(input), bias=self.bias
+        )
+        return solve_block(
+            problem,
             self.solver,
-            self.prior,
-            operator,
-            input,
-            self.bias,
-            lambda: super(SolverBlock, self).forward(input),
-            constant,
-            residual=self.residual if self.solver.implicit else None,
-            gain=self.channel_gain,
-            shift=self.channel_shift,
-            blend=self.blend,
-            gram=self.gram,
-            fresh_gram=fresh,
-            observer=self.observer,
+            constants,
+            self._scale(),
             output=self.output,
             training=self.training,
             generator=generator,
@@ -314,7 +313,7 @@ class SolverBlock(Scaled):
             and self._reference() is None
             and kernel.shape[0] < 2 * kernel.shape[1]
             and self.solver.config.iters > 1
-            and self.solver.path in (None, "auto", "gram", "masked", "columns")
+            and self.solver.path in ("auto", "gram", "masked", "columns")
             and not (self.solver.samples == "inputs" and self.solver.samples_in_evaluation)
             and self._in_reach(kernel)
         )

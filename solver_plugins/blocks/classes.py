@@ -7,8 +7,7 @@ from torch import nn
 
 from solver_plugins.blocks.block import SolverBlock
 from solver_plugins.blocks.functional import Size
-from solver_plugins.blocks.run import Activation, OutputKind, make_solver
-from solver_plugins.solvers import Solver
+from solver_plugins.solve import Activation, OutputKind, Solver, make_solver
 
 
 class SolverLinear(SolverBlock, nn.Linear, layer_class=nn.Linear):

@@ -7,18 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from solver_plugins.blocks.run import (
-    Activation,
-    OutputKind,
-    check_combination,
-    check_rank,
-    make_solver,
-    run_block,
-)
 from solver_plugins.errors import OptionError, ShapeError
 from solver_plugins.operators import Geometry, lipschitz_from_kernel, operator_from_kernel
 from solver_plugins.prox import prox_for
-from solver_plugins.solvers import Diagnostics, Solver, working_dtype
+from solver_plugins.solve import (
+    Activation,
+    Constants,
+    Diagnostics,
+    OutputKind,
+    Solver,
+    check_combination,
+    check_rank,
+    make_solver,
+    pose_problem,
+    solve_block,
+    working_dtype,
+)
 
 Size = int | Sequence[int]
 
@@ -123,7 +127,7 @@ def solve_layer(
         output: "argument" of the activation (default) or its "value".
         training: Whether a sampling solver samples (see its ``eval_mode`` for False).
         generator: Source of the draws; the global one by default.
-        diagnose: Also return the :class:`~solver_plugins.solvers.Diagnostics` of the solve.
+        diagnose: Also return the :class:`~solver_plugins.solve.Diagnostics` of the solve.
         **options: Options of the solver; an unknown one raises.
 
     Returns:
@@ -153,19 +157,10 @@ def solve_layer(
         plain = operator.apply(input)
         return plain if bias is None else plain + operator.per_feature(bias)
 
-    result, diagnostics = run_block(
-        made,
-        prior,
-        operator,
-        input,
-        bias,
-        layer,
-        constant,
-        skip=skip,
-        output=output,
-        training=training,
-        generator=generator,
-        diagnose=diagnose,
+    constants = Constants(constant)
+    problem = pose_problem(made, prior, operator, input, constants, layer, bias=bias, skip=skip)
+    result, diagnostics = solve_block(
+        problem, made, constants, output=output, training=training, generator=generator, diagnose=diagnose
     )
     return (result, diagnostics) if diagnostics is not None else result
 

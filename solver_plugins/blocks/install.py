@@ -11,10 +11,9 @@ from solver_plugins.blocks.dropout import PassThrough, RoutedDropout
 from solver_plugins.blocks.fold import check_foldable
 from solver_plugins.blocks.link import Link, Place, Role, Scope, open_scope
 from solver_plugins.blocks.outlet import Outlet, close, open_ends
-from solver_plugins.blocks.run import Activation
 from solver_plugins.blocks.shell import hides_forward, take_off
 from solver_plugins.errors import OptionError, SolverPluginsError, UnsupportedLayerError
-from solver_plugins.solvers import Solver
+from solver_plugins.solve import Activation, Solver
 
 
 def blocks_of(model: nn.Module) -> dict[str, SolverBlock]:

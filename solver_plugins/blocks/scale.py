@@ -1,7 +1,6 @@
 """The scale of a block: gains and shifts per output feature, and the blend with the plain layer."""
 
 import numbers
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +8,7 @@ from torch import Tensor
 
 from solver_plugins.blocks.stepsize import TrackedStep
 from solver_plugins.errors import OptionError
-
-Observer = Callable[[Tensor, int], tuple[Tensor, Tensor] | None]
-"""Sees the argument of a solve and the dimension of its features; returns the gain and shift to use."""
+from solver_plugins.solve import Observer
 
 SCALE_BUFFERS = ("channel_gain", "channel_shift", "blend")
 

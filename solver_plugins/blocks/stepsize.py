@@ -31,7 +31,7 @@ from solver_plugins.operators import (
     start_vectors,
     warm_steps,
 )
-from solver_plugins.solvers import working_dtype
+from solver_plugins.solve import working_dtype
 
 WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""
@@ -206,7 +206,10 @@ class TrackedStep(Shell):
         return self
 
     def _drop_gram(self) -> None:
-        """Forgets a Gram matrix that was kept for evaluation: the weights are, or will be, others."""
+        """Forgets what was kept for evaluation: the weights are, or will be, others."""
+        collapsed = vars(self).get("collapsed")
+        if collapsed is not None:
+            collapsed.drop()
         if self._buffers.get("gram") is not None:
             self._buffers["gram"] = None
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from solver_plugins.equilibrium.problem import Jacobian, Pull
 from solver_plugins.equilibrium.residuals import minimal_residuals
 from solver_plugins.errors import NotConvergedWarning, warn
-from solver_plugins.gradients import conjugate_gradients
+from solver_plugins.solve import conjugate_gradients
 
 
 @dataclass

@@ -16,9 +16,9 @@ from solver_plugins.equilibrium.problem import EquilibriumProblem, Regularizatio
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer, make_regularizer
 from solver_plugins.equilibrium.solvers import EQUILIBRIUM_SOLVERS, Run, settle, unroll
 from solver_plugins.errors import InputError, NotConvergedWarning, OptionError, ShapeError, warn
-from solver_plugins.gradients import with_adjoint
 from solver_plugins.operators import lipschitz_from_kernel
 from solver_plugins.operators.precision import autocast_off
+from solver_plugins.solve import with_adjoint
 
 
 @dataclass(frozen=True)

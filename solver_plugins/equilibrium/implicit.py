@@ -8,8 +8,8 @@ from torch.autograd.function import once_differentiable
 
 from solver_plugins.equilibrium.backward import Adjoint
 from solver_plugins.equilibrium.problem import EquilibriumProblem, Jacobian
-from solver_plugins.gradients import refuse_second_derivative
 from solver_plugins.operators.precision import autocast_off
+from solver_plugins.solve import refuse_second_derivative
 
 
 def with_gradient(value: Tensor, problem: EquilibriumProblem, jacobian: Jacobian, adjoint: Adjoint) -> Tensor:

@@ -18,7 +18,7 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
-from solver_plugins.solvers.problem import Formulation
+from solver_plugins.solve.problem import Formulation
 from solver_plugins.studies.deeplayers_report import TableRow, draw_table, pairs, report, solved
 from solver_plugins.studies.errors import CellError
 from solver_plugins.studies.images import ImageConfig, ImageData, ImageStudy, normalised

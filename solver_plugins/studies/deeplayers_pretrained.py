@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from solver_plugins.blocks import calibrate
 from solver_plugins.config import StrictConfig
-from solver_plugins.solvers.problem import Formulation
+from solver_plugins.solve.problem import Formulation
 from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
 from solver_plugins.studies.deeplayers import FINAL, FIRST, REFERENCE, DeepLayersTable, TableConfig, samples
 from solver_plugins.studies.deeplayers_report import TableRow, pairs, search_tables

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.prox import PRIORS, Prior, make_prior
-from solver_plugins.solvers import Solver
+from solver_plugins.solve import Solver
 from solver_plugins.surgery.errors import ConversionError
 from solver_plugins.surgery.spec import ConversionSpec
 

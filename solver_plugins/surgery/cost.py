@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
-from solver_plugins.blocks.run import run_block
 from solver_plugins.operators import Geometry, LinearOperator, at_rest, operator_from_kernel, read_layer
 from solver_plugins.prox import IdentityPrior, Prior, ReluPrior
-from solver_plugins.solvers import ProxGD, Solver, working_dtype
+from solver_plugins.solve import Constants, ProxGD, Solver, pose_problem, solve_block, working_dtype
 
 
 @dataclass(frozen=True)
@@ -161,17 +160,11 @@ def _run(problem: _Problem, solver: Solver, prior: Prior) -> tuple[int, int]:
             additive = None
             if c is not None and solver.samples == "inputs":
                 additive = c - operator.apply(u)
-            run_block(
-                solver,
-                prior,
-                operator,
-                u,
-                None,
-                (lambda: plain.apply(u)) if c is None else (lambda: c),
-                torch.ones((), dtype=working_dtype(problem.dtype)),
-                additive=additive,
-                dtype=problem.dtype,
-            )
+            constants = Constants(torch.ones((), dtype=working_dtype(problem.dtype)))
+            layer = (lambda: plain.apply(u)) if c is None else (lambda: c)
+            posed = pose_problem(solver, prior, operator, u, constants, layer, additive=additive)
+            posed.known = problem.behind
+            solve_block(posed, solver, constants)
     own = [one.untyped_storage()._cdata for one in (u, operator.weight, c, operator.diagonal) if one is not None]
     memory = sum(one.untyped_storage().nbytes() for key, one in kept.items() if key not in own)
     return counter.get_total_flops(), memory

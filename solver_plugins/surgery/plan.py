@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 
 from solver_plugins.prox import Prior
-from solver_plugins.solvers import Solver
+from solver_plugins.solve import Solver
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.model_config import refuse_quantized

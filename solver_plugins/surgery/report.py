@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from solver_plugins.blocks.fold import reference_diagonal
 from solver_plugins.operators import kernel_of, lipschitz_constant, operator_for
-from solver_plugins.solvers import SamplingSolver, Solver, working_dtype
-from solver_plugins.solvers.paths import gram_from, path_for, solve_size
+from solver_plugins.solve import SamplingSolver, Solver, working_dtype
+from solver_plugins.solve.paths import gram_from, path_for, solve_size
 from solver_plugins.surgery.cost import cost_of, plain_flops
 from solver_plugins.surgery.errors import naming
 from solver_plugins.surgery.inputs import BATCH, read_inputs
@@ -67,7 +67,7 @@ class LayerRow:
         flops: Those of the block in training; see :class:`~solver_plugins.surgery.cost.Cost`.
         memory: Bytes per sample that training keeps for this block beyond the plain layer.
         path: How its iterates are computed in training, for a batch like the recorded one; see
-            :mod:`solver_plugins.solvers.paths`.
+            :mod:`solver_plugins.solve.paths`.
         gram_from: The least number of samples in a batch for which the path is "gram"; None if it never is, or if the
             path was chosen by the user.
     """
@@ -279,12 +279,13 @@ def _path(block: Block, solver: Solver, batch: int) -> tuple[str, int | None]:
         operator = operator_for(block.module, block.input_shape)
     problems = math.prod(block.input_shape[: -len(operator.problem_dims)])
     sampling = solver.samples != "nothing"
-    size = solve_size(solver, operator, problems, sampling=sampling)
-    least = None if size is None or solver.path not in (None, "auto") else gram_from(size)
+    behind = block.outlet != "linear"
+    size = solve_size(solver, operator, problems, sampling=sampling, prior=block.prior, known=behind)
+    least = None if size is None or solver.path != "auto" else gram_from(size)
     # Tokens, and other dimensions before the features, are problems of the same sample.
     per_sample = max(1, problems // batch)
     least = None if least is None else -(-least // per_sample)
-    return path_for(solver, operator, problems, sampling=sampling), least
+    return path_for(solver, operator, problems, sampling=sampling, prior=block.prior, known=behind), least
 
 
 def _constant_and_step(block: Block, solver: Solver) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from solver_plugins.blocks.scale import check_blend
 from solver_plugins.config import InvalidOptionsError, OptionProblem, StrictConfig, unknown_option
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.registry import DEFAULT_SOLVER, SOLVERS
-from solver_plugins.solvers import RateConfig, Solver, SolverConfig
+from solver_plugins.solve import RateConfig, Solver, SolverConfig
 from solver_plugins.surgery.parts import PATTERNS, Samples
 from solver_plugins.surgery.targets import read_targets
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from solver_plugins.blocks import SolverBlock, blocks_of
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_from_kernel
-from solver_plugins.solvers import SamplingSolver
+from solver_plugins.solve import SamplingSolver
 from solver_plugins.surgery.errors import ConversionError
 from solver_plugins.surgery.printing import ROOMY, Printable, number, plain_table, sentence
 from solver_plugins.surgery.report import CHANGES_SCALE

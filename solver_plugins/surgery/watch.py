@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks import SolverBlock, blocks_of
-from solver_plugins.solvers import BlockProblem, Draws, Solver
+from solver_plugins.solve import BlockProblem, Draws, Solver
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import read_inputs
 from solver_plugins.surgery.untouched import left_as_it_was
@@ -42,6 +42,7 @@ class _Watch:
 
     solver: Solver
     activated: bool
+    recursion: None = None
     seen: list[Seen] = field(default_factory=list)
     solving: bool = False
 

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from solver_plugins.blocks import SolverBlock, cache_gram
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_for
-from solver_plugins.solvers.paths import SolveSize, choose_path, multiply_adds
+from solver_plugins.solve.paths import SolveSize, choose_path, multiply_adds
 from tests.benchmarks.costs import best_times
 
 Call = Callable[[Tensor], Tensor]

@@ -169,7 +169,7 @@ def test_a_problem_without_a_minimiser_is_warned_of():
 
 
 def test_a_ready_solver_takes_no_options():
-    from solver_plugins.solvers import ProxGD
+    from solver_plugins.solve import ProxGD
 
     ready = ProxGD.from_options(iters=4)
     assert SolverLinear(3, 3, solver=ready).solver.config.iters == 4

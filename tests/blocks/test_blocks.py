@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from solver_plugins import SolverBlock, SolverConv1d, SolverConv2d, SolverConv3d, SolverLinear, list_priors
 from solver_plugins.prox import Monotone, make_prior
-from tests.solvers.cases import CASES, SAMPLING
+from tests.solve.cases import CASES, SAMPLING
 
 F64 = torch.float64
 LAYERS = {

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solver_plugins import SolverConv2d, SolverLinear, cache_gram, refresh_steps
 from solver_plugins.errors import OptionError
-from tests.solvers.cases import CASES
+from tests.solve.cases import CASES
 
 F64 = torch.float64
 

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from solver_plugins import SolverBlock, SolverConv2d, SolverLinear, convert_model
 from solver_plugins.blocks.stepsize import STEP_BUFFERS
-from tests.solvers.cases import CASES, DETERMINISTIC
+from tests.solve.cases import CASES, DETERMINISTIC
 from tests.tolerances import tolerance
 
 

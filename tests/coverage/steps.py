@@ -13,7 +13,7 @@ from torch import Tensor
 
 from solver_plugins.blocks.stepsize import STEP_BUFFERS, TrackedStep
 from solver_plugins.operators import start_vectors
-from solver_plugins.solvers import working_dtype
+from solver_plugins.solve import working_dtype
 
 POWER_STEPS = 3
 MARGIN = 1.3

@@ -12,8 +12,8 @@ from torch import nn
 
 from solver_plugins import SolverLinear
 from solver_plugins.blocks import SolverBlock, block
-from solver_plugins.gradients import products
 from solver_plugins.operators.conv import ConvMap
+from solver_plugins.solve import products
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import apply as applying
 from tests.coverage import checks, passes, run, same, table, transformers_models, weights

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pydantic
 from torch import Tensor
 
-from solver_plugins.solvers import BlockProblem, DeterministicConfig, Draws, Solver, State
+from solver_plugins.solve import BlockProblem, DeterministicConfig, Draws, Recursion, Solver, State
 
 
 class HeavyBallConfig(DeterministicConfig):
@@ -38,6 +38,10 @@ class HeavyBall(Solver):
     Config = HeavyBallConfig
     samples = "nothing"
     stays_at_step = True
+
+    @property
+    def recursion(self) -> Recursion:
+        return Recursion(inertia=self.config.momentum)
 
     def init(self, problem: BlockProblem) -> None:
         return None

@@ -1,0 +1,237 @@
+"""The one entrance to a block solve, for modules, functions and the cost model alike."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from solver_plugins.errors import OptionError
+from solver_plugins.operators import LinearMap, LinearOperator, product_dtype
+from solver_plugins.prox import Prior
+from solver_plugins.solve.arithmetic import symmetric_product, times
+from solver_plugins.solve.base import Draws, SamplingSolver, Solver
+from solver_plugins.solve.checks import check_input
+from solver_plugins.solve.collapse import Affine, Collapsed, applied, collapse, collapse_output, multiplied, scaled
+from solver_plugins.solve.implicit import solve_implicit
+from solver_plugins.solve.loop import Diagnostics, Solution, solve
+from solver_plugins.solve.paths import path_for
+from solver_plugins.solve.problem import BlockProblem, working_dtype
+from solver_plugins.solve.run import runs_in_kernel, solve_in_kernel
+from solver_plugins.solve.scale import Scale
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a block knows about its weights before it solves.
+
+    Attributes:
+        L: ``lambda_max(A A^T)``, a 0-d tensor that is a constant for the backward pass.
+        gram: ``A A^T``, where it is known already: kept in evaluation, or computed in this forward pass.
+        collapsed: Where the block keeps a collapsed solve in evaluation.
+        residual: A 0-d buffer that receives the residual of an implicit solve.
+    """
+
+    L: Tensor
+    gram: Tensor | None = None
+    collapsed: Collapsed | None = None
+    residual: Tensor | None = None
+
+
+def pose_problem(
+    solver: Solver,
+    prior: Prior,
+    operator: LinearOperator,
+    input: Tensor,
+    constants: Constants,
+    layer: Callable[[], Tensor],
+    *,
+    bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    additive: Tensor | None = None,
+) -> BlockProblem:
+    """Returns the problem that a block solves.
+
+    Args:
+        solver: The solver, whose options are part of the problem.
+        prior: The prior whose proximal map is the activation.
+        operator: ``A``.
+        input: ``u``.
+        constants: What is known about ``A``.
+        layer: Computes ``A u + b`` (without the skip) as the plain layer does, bit for bit.
+        bias: One number per output feature, or None.
+        skip: Joins the bias (appendix J).
+        additive: All that is added to ``A u``, where bias and skip are not known apart; ``layer`` includes it.
+
+    Raises:
+        InputError: For an input that the plain layer would not take.
+        ShapeError: For a skip of another shape than the output.
+        OptionError: For a prior that couples independent problems.
+    """
+    check_input(input, operator, skip)
+    if not prior.separable:
+        dim = getattr(prior, "dim", operator.feature_dim)
+        if dim - input.dim() * (dim >= 0) != operator.feature_dim:
+            raise OptionError(
+                f"Expected the prior {prior.name!r} along the features, dimension {operator.feature_dim}; found {dim}, "
+                "which would couple independent problems."
+            )
+    products = product_dtype(operator.weight)
+    working = working_dtype(products)
+    if bias is not None:
+        additive = operator.per_feature(bias).to(working)
+    if skip is not None:
+        additive = skip.to(working) if additive is None else additive + skip
+    return BlockProblem(
+        operator=operator,
+        input=input,
+        bias=additive,
+        layer=layer if skip is None else lambda: layer().to(working) + skip,
+        dtype=working,
+        rounding=torch.finfo(products).eps,
+        prior=prior,
+        smoothness=solver.smoothness(operator, constants.L.detach().to(working)),
+        lam=solver.config.lam,
+        formulation=solver.config.formulation,
+        known=skip is not None or (additive is not None and bias is None),
+        result=products,
+    )
+
+
+def fresh_gram(solver: Solver, prior: Prior, operator: LinearOperator, shape: torch.Size) -> Tensor | None:
+    """Returns ``A A^T``, recorded nowhere, if a solve in training will multiply by it; None if not.
+
+    The step size can use it, too. Gradients of the weight do not come through it.
+
+    Args:
+        solver: The solver.
+        prior: The prior.
+        operator: ``A``.
+        shape: Of the input.
+    """
+    if solver.recursion is None or prior.learnable or prior.opaque or not isinstance(operator, LinearMap):
+        return None
+    weight = operator.weight
+    if operator.diagonal is not None or product_dtype(weight) != working_dtype(weight.dtype):
+        return None
+    sampling = solver.samples != "nothing"
+    path = path_for(solver, operator, math.prod(shape[:-1]), sampling=sampling, prior=prior)
+    if path != "gram" and (path != "collapsed" or weight.shape[0] > weight.shape[1]):
+        return None
+    with torch.no_grad():
+        return symmetric_product(weight.detach())
+
+
+def solve_block(
+    problem: BlockProblem,
+    solver: Solver,
+    constants: Constants,
+    scale: Scale | None = None,
+    *,
+    output: str = "argument",
+    training: bool = True,
+    generator: torch.Generator | None = None,
+    diagnose: bool = False,
+) -> tuple[Tensor, Diagnostics | None]:
+    """Solves one block problem so that gradients reach its input, weights, bias and prior.
+
+    Unrolled (any order of derivatives) unless the solver's config says ``gradient="implicit"`` (first derivatives
+    only; a second one is refused). The path is that of the cost model, or of the solver's config.
+
+    Args:
+        problem: From :func:`pose_problem`.
+        solver: The solver.
+        constants: What is known about the weights.
+        scale: What is done to the result.
+        output: The "argument" of the activation, or its "value".
+        training: A sampling solver samples in training, and in evaluation if its ``eval_mode`` says so.
+        generator: Source of the draws; the global one by default.
+        diagnose: Also record objective and residual per iteration.
+    """
+    scale, operator, prior = Scale() if scale is None else scale, problem.operator, problem.prior
+    sampling = solver.samples != "nothing" and (training or solver.samples_in_evaluation)
+    if isinstance(solver, SamplingSolver) and solver.recursion is not None and not diagnose:
+        sampling = sampling and solver.thins(operator)
+    draws = Draws(generator) if sampling else None
+    tensors = (operator.weight, operator.diagonal, problem.bias)
+    recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
+    # In training a Gram matrix is that of this very pass.
+    gram = None if not training and recorded else constants.gram
+    keeper = None if training or recorded else constants.collapsed
+    batch = math.prod(problem.input.shape[: -len(operator.problem_dims)])
+    path = (
+        "loop"
+        if diagnose
+        else path_for(
+            solver,
+            operator,
+            batch,
+            sampling=draws is not None,
+            prior=prior,
+            gram_is_known=gram is not None and not training,
+            known=problem.known,
+            # With gradients, too, so that evaluation computes the same numbers.
+            kept=not training and constants.collapsed is not None,
+        )
+    )
+    if path == "collapsed":
+        return _collapsed(problem, solver, scale, keeper, gram).to(problem.result or problem.dtype), None
+    solution = _solved(problem, solver, path, draws, gram, constants.residual, scale.blend is not None, diagnose)
+    scale = scale.observed(lambda: solution.argument, operator.feature_dim)
+    if scale.is_one:
+        result = solution.argument if output == "argument" else solution.value
+    else:
+        result = scale.of(solution.argument, solution.first, operator.per_feature)
+        result = result if output == "argument" else prior.prox(result, 1.0)
+    return result.to(problem.result or problem.dtype), solution.diagnostics
+
+
+def _solved(
+    problem: BlockProblem,
+    solver: Solver,
+    path: str,
+    draws: Draws | None,
+    gram: Tensor | None,
+    residual: Tensor | None,
+    keep_first: bool,
+    diagnose: bool,
+) -> Solution:
+    def run(keep_first: bool) -> Solution:
+        if path != "loop" and runs_in_kernel(solver, problem, draws):
+            return solve_in_kernel(solver, problem, path, draws, gram=gram, keep_first=keep_first)
+        made = problem
+        if path == "gram" and isinstance(problem.operator, LinearMap):
+            live = torch.is_grad_enabled() and problem.operator.weight.requires_grad
+            made = replace(problem, gram=problem.make_gram(None if live else gram))
+        return solve(solver, made, draws=draws, diagnose=diagnose, keep_first=keep_first)
+
+    if solver.implicit:
+        return solve_implicit(solver, problem, run=run, residual=residual, keep_first=keep_first)
+    return run(keep_first)
+
+
+def _collapsed(
+    problem: BlockProblem, solver: Solver, scale: Scale, keeper: Collapsed | None, gram: Tensor | None
+) -> Tensor:
+    """Returns the scaled argument of a solve without a prior, which is also its value."""
+    operator, observed = problem.operator, scale.observer is not None
+
+    def whole() -> tuple[Tensor]:
+        return (collapse_output(solver, problem, gram),)
+
+    def form() -> tuple[Affine]:
+        weight, bias = operator.folded().weight.to(problem.dtype), problem.bias
+        first = Affine(times(weight, problem.step), None if bias is None else times(bias.reshape(-1), problem.step))
+        return (scaled(Scale() if observed else scale, first, collapse(solver, problem, gram)),)
+
+    if problem.known:
+        last = multiplied(problem, (whole() if keeper is None else keeper.get(problem, Scale(), whole))[0])
+    else:
+        last = applied(
+            operator, problem.input, (form() if keeper is None or observed else keeper.get(problem, scale, form))[0]
+        )
+    if not (problem.known or observed):
+        return last
+    scale = scale.observed(lambda: last, operator.feature_dim)
+    return scale.of(last, None if scale.blend is None else problem.first(problem.step), operator.per_feature)

@@ -1,0 +1,95 @@
+"""Checks of what goes together in a block."""
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from solver_plugins.errors import InputError, NoMinimizerError, NoMinimizerWarning, OptionError, ShapeError, warn
+from solver_plugins.operators import Geometry, LinearOperator, autocasts
+from solver_plugins.prox import Prior
+from solver_plugins.registry import SOLVERS
+from solver_plugins.solve.base import Solver
+
+Activation = nn.Module | Callable[..., Tensor] | str | Prior | None
+OutputKind = Literal["argument", "value"]
+
+
+def make_solver(solver: str | Solver, iters: int | None, options: dict[str, Any]) -> Solver:
+    """Returns a solver from its registered name and options, or the given one.
+
+    Raises:
+        UnknownNameError: For an unknown solver.
+        OptionError: For an unknown option or a bad value, or options beside a ready solver.
+    """
+    if isinstance(solver, Solver):
+        if options or iters is not None:
+            raise OptionError(
+                f"Expected options inside the given solver {solver!r}; found {sorted(options) or ['iters']} beside it."
+            )
+        return solver
+    made: Solver = SOLVERS.get(solver).from_options(**options, **({} if iters is None else {"iters": iters}))
+    return made
+
+
+def check_combination(
+    solver: Solver, prior: Prior, output: str, out_features: int, in_features: int, geometry: Geometry
+) -> None:
+    """Checks that solver, prior, output and shape go together.
+
+    Raises:
+        OptionError: If they do not.
+        NoMinimizerError: If an implicit gradient is asked of a problem that may have no minimiser.
+
+    Warns:
+        NoMinimizerWarning: If iterates may grow without bound.
+    """
+    if output not in ("argument", "value"):
+        raise OptionError(f"Expected output to be 'argument' or 'value'; found {output!r}.")
+    solver.check_prior(prior)
+    if solver.samples == "outputs" and output == "argument" and prior.zero_argument is None:
+        raise OptionError(
+            f"{solver.name} leaves coordinates at zero, and the activation {prior.name!r} never is zero: there is no "
+            "argument to hand out; use output='value'."
+        )
+    if solver.config.lam > 0 or prior.bounded or out_features <= in_features * math.prod(geometry.stride):
+        return
+    reason = (
+        f"{out_features} outputs of {in_features} inputs with lam=0 and prior {prior.name!r}: the problem need not "
+        "have a minimiser, and its iterates can grow without bound; use lam > 0 (default 1e-3)"
+    )
+    if solver.implicit:
+        raise NoMinimizerError(f"{reason}. An implicit gradient does not exist there.")
+    warn(f"{reason}.", NoMinimizerWarning)
+
+
+def check_rank(solver: Solver, prior: Prior, kernel: Tensor) -> None:
+    """Raises NoMinimizerError if an implicit gradient with ``lam = 0`` meets a map that may lack full row rank.
+
+    The rank is known for a linear layer only; a bounded prior needs none.
+    """
+    if not solver.implicit or solver.config.lam > 0 or prior.bounded or kernel.is_meta:
+        return
+    if kernel.dim() == 2 and int(torch.linalg.matrix_rank(kernel.detach().double())) == kernel.shape[0]:
+        return
+    raise NoMinimizerError(
+        "gradient='implicit' with lam=0 needs a linear map of full row rank; a weight of shape "
+        f"{tuple(kernel.shape)} was found that is not known to be one. Use lam > 0 (default 1e-3)."
+    )
+
+
+def check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) -> None:
+    """Raises InputError or ShapeError for what the plain layer would not take, on every path of every solver."""
+    if not isinstance(input, Tensor):
+        raise InputError(f"Expected a tensor; found {type(input).__name__}.")
+    weight = operator.weight
+    autocast = autocasts(weight.device)
+    if not input.is_floating_point() or (input.dtype != weight.dtype and not autocast):
+        raise InputError(f"Expected an input in {weight.dtype}, the weight's dtype; found {input.dtype}.")
+    if skip is not None:
+        batch = tuple(input.shape[: input.dim() - len(operator.problem_dims)])
+        shape = (*batch, *operator.output_shape)
+        if tuple(skip.shape) != shape:
+            raise ShapeError(f"Expected a skip of the output's shape {shape}; found {tuple(skip.shape)}.")

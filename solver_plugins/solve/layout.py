@@ -1,0 +1,89 @@
+"""How the dimensions of a solve are merged for its products."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from solver_plugins.operators import ConvMap, LinearMap, LinearOperator
+
+FEW_PLACES = 100
+"""With fewer places per image, rows of all images are multiplied faster than one matrix per image."""
+
+
+def is_matrix(operator: LinearOperator) -> bool:
+    """Whether ``A A^T`` is one matrix at every place: a matrix, or a convolution whose windows do not overlap."""
+    if isinstance(operator, LinearMap):
+        return True
+    assert isinstance(operator, ConvMap)
+    geometry = operator.geometry
+    if any(left or right for left, right in geometry.padding_for(operator.kernel_size, operator.input_size)):
+        return False
+    extents = (d * (k - 1) + 1 for d, k in zip(geometry.dilation, operator.kernel_size, strict=True))
+    return all(step >= extent for step, extent in zip(geometry.stride, extents, strict=True))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Merges the dimensions of outputs and puts them back.
+
+    Attributes:
+        kind: "rows", one for each sample (or place), "places", one matrix of features by places for each sample and
+            group, or "space", as it is.
+        shape: That of the output.
+        input_shape: That of the input.
+        dims: How many dimensions of space there are.
+        groups: How many parts the features have that do not see each other.
+    """
+
+    kind: Literal["rows", "places", "space"]
+    shape: torch.Size
+    input_shape: torch.Size
+    dims: int = 0
+    groups: int = 1
+
+    @classmethod
+    def of(cls, operator: LinearOperator, output: Tensor | torch.Size, input: torch.Size, path: str) -> "Layout":
+        """Returns the layout for a path."""
+        shape = output if isinstance(output, torch.Size) else output.shape
+        if isinstance(operator, LinearMap):
+            return cls("rows", shape, input)
+        assert isinstance(operator, ConvMap)
+        dims, groups = operator.geometry.dims, operator.geometry.groups
+        if path != "gram":
+            return cls("space", shape, input, dims)
+        places = math.prod(shape[-dims:])
+        # Where the features are last in memory, rows are no copy.
+        rows = places < FEW_PLACES or (isinstance(output, Tensor) and places > 1 and output.stride(-dims - 1) == 1)
+        return cls("rows" if rows and groups == 1 else "places", shape, input, dims, groups)
+
+    def flat(self, x: Tensor) -> Tensor:
+        """Merges the dimensions of an output."""
+        if self.kind == "space":
+            return x
+        if self.kind == "rows":
+            return (x.movedim(-self.dims - 1, -1) if self.dims else x).reshape(-1, self.shape[-self.dims - 1])
+        features = self.shape[-self.dims - 1] // self.groups
+        return x.reshape(-1, features, math.prod(self.shape[-self.dims :]))
+
+    def back(self, x: Tensor) -> Tensor:
+        """Puts the dimensions of an output back, and not as a view: an activation may overwrite it."""
+        if x.shape == self.shape:
+            return x
+        if self.kind == "rows" and self.dims:
+            batch, space = self.shape[: -self.dims - 1], self.shape[-self.dims :]
+            x = x.reshape(*batch, *space, x.shape[-1]).movedim(-1, -self.dims - 1)
+        return torch.ops.aten._unsafe_view(x.contiguous(), self.shape)
+
+    def inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """Returns the inner product of each sample, broadcastable to what :meth:`flat` returns."""
+        products = a * b
+        if self.kind == "space":
+            return products.sum(tuple(range(-self.dims - 1, 0)), keepdim=True)
+        if not self.dims:
+            return products.sum(-1, keepdim=True)
+        samples = math.prod(self.shape[: -self.dims - 1])
+        sums = products.reshape(samples, -1).sum(1)
+        return sums.repeat_interleave(len(a) // samples).reshape(-1, *(1,) * (a.dim() - 1))

@@ -1,0 +1,171 @@
+"""The convex problem that a block of layers solves.
+
+    F(x) = 1/2 |A^T x - u|^2 - <b, x> + lam/2 |x|^2          minimise F(x) + g(x)              (eq. 5)
+
+Formulation ``paper`` is exactly this, with the step ``t = 1/L``, ``L = lambda_max(A A^T) + lam``. Formulation
+``normalized`` is the same problem with ``A/sqrt(L)``, ``sqrt(L) u`` and ``lam/L``: its Lipschitz constant is 1, its
+step is the unit step, and so one iteration is the layer followed by its activation, for every prior. In both
+
+    grad F(x) = s (A A^T + lam) x - c,     c = A u + b,     s t = 1/L,     (s, t) = (1/L, 1) or (1, 1/L).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from solver_plugins.operators import LinearOperator, autocast_off, match_dtype, product_dtype
+from solver_plugins.prox import Prior, Step
+
+Formulation = Literal["normalized", "paper"]
+
+
+def working_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Iterates and constants are kept in float32 at least; only the products with ``A`` use a lower precision."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(eq=False)
+class BlockProblem:
+    """One block problem per sample of a batch, ready to be solved.
+
+    Attributes:
+        operator: ``A``, with the exact adjoint for the input's size.
+        input: ``u``.
+        bias: ``b``, broadcastable to the output; a skip connection is part of it. None means zero.
+        layer: Computes ``c = A u + b``, the plain layer's output. A sampling solver may never need it.
+        dtype: The working precision (see :func:`working_dtype`).
+        rounding: Relative rounding error of the products with ``A`` (that of half under autocast).
+        prior: ``g``.
+        smoothness: The constant ``L`` (with ``lam``) that sets the step; a positive 0-d tensor.
+        lam: The strong convexity that is added to ``F``.
+        formulation: See the module's docstring.
+        gram: ``s A A^T`` as a matrix, where products with it are cheaper; see :mod:`solver_plugins.solve.paths`.
+        known: Whether the layer's output is there already, or holds more than a bias per feature.
+        result: The dtype of the result; None is that of the plain layer's output.
+    """
+
+    operator: LinearOperator
+    input: Tensor
+    bias: Tensor | None
+    layer: Callable[[], Tensor]
+    dtype: torch.dtype
+    rounding: float
+    prior: Prior
+    smoothness: Tensor
+    lam: float
+    formulation: Formulation
+    gram: Tensor | None = None
+    known: bool = False
+    result: torch.dtype | None = None
+    _output: Tensor | None = None
+
+    @property
+    def output(self) -> Tensor:
+        """``c = A u + b``, in the working precision; computed at the first use."""
+        # Not functools.cached_property: its lock cannot be compiled.
+        if self._output is None:
+            self._output = self.layer().to(self.dtype)
+        return self._output
+
+    @property
+    def product_dtype(self) -> torch.dtype:
+        """The precision of the products with ``A``: that of the weight, or what autocast makes of it."""
+        return product_dtype(self.operator.weight)
+
+    @property
+    def step(self) -> Step:
+        """The base step ``t``; a schedule multiplies it."""
+        return 1.0 if self.formulation == "normalized" else self.smoothness.reciprocal()
+
+    def scaled(self, product: Tensor) -> Tensor:
+        """Returns ``s * product`` in the working precision."""
+        product = product.to(self.dtype)
+        return product / self.smoothness if self.formulation == "normalized" else product
+
+    def hessian(self, x: Tensor) -> Tensor:
+        """Returns ``s (A A^T + lam) x``."""
+        if self.gram is not None:
+            product = functional.linear(match_dtype(x, self.gram), self.gram)
+        else:
+            # Scaled between the two products: A A^T x itself can overflow a half where the layer's output does not.
+            product = self.operator.apply(self.scaled(self.operator.adjoint(x)))
+        return product.to(self.dtype) + self.scaled(self.lam * x)
+
+    def make_gram(self, cached: Tensor | None = None) -> Tensor:
+        """Returns ``s A A^T`` of a matrix ``A``, in the precision of the products.
+
+        Args:
+            cached: ``A A^T``, where it is known already.
+        """
+        lowered = self.product_dtype
+        with autocast_off(self.operator.weight.device):
+            if cached is not None:
+                return self.scaled(cached).to(lowered)
+            matrix = self.operator.folded().weight
+            if lowered == self.dtype:
+                return self.scaled(matrix @ matrix.t())
+            # Scaled before the product, in both factors, so that a half does not overflow.
+            root = self.smoothness.rsqrt() if self.formulation == "normalized" else 1.0
+            matrix = (matrix.to(self.dtype) * root).to(lowered)
+            return matrix @ matrix.t()
+
+    def gradient(self, x: Tensor | None) -> Tensor:
+        """Returns ``grad F(x)``; None stands for ``x = 0``, where it costs nothing."""
+        return -self.output if x is None else self.hessian(x) - self.output
+
+    def sampled_gradient(self, x: Tensor | None, weights: Tensor) -> Tensor:
+        """Returns the unbiased estimate ``A (w * (s A^T x - u)) - b + s lam x`` (eq. 25, with the bias unscaled).
+
+        Args:
+            x: Where; None stands for zero.
+            weights: One weight of mean one per input feature (``n1/tau`` on the sampled set, zero elsewhere),
+                broadcastable to the input.
+        """
+        residual = -self.input if x is None else self.scaled(self.operator.adjoint(x)) - self.input
+        estimate = self.operator.apply(weights * residual).to(self.dtype)
+        if self.bias is not None:
+            estimate = estimate - self.bias
+        return estimate if x is None else estimate + self.scaled(self.lam * x)
+
+    def sampled_hessian(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Returns ``s (A diag(w) A^T + lam) x``, whose mean over the sampling is :meth:`hessian`."""
+        product = self.operator.apply(weights * self.scaled(self.operator.adjoint(x)))
+        return product.to(self.dtype) + self.scaled(self.lam * x)
+
+    def descend(self, x: Tensor | None, gradient: Tensor, step: Step) -> Tensor:
+        """Returns ``x - step * gradient``, the argument of the next proximal map."""
+        move = gradient if isinstance(step, float) and step == 1.0 else step * gradient
+        return -move if x is None else x - move
+
+    def first(self, step: Step) -> Tensor:
+        """Returns ``descend(None, gradient(None), step)``, which for the unit step is the layer's output itself."""
+        return self.output if isinstance(step, float) and step == 1.0 else step * self.output
+
+    def objective(self, x: Tensor) -> Tensor:
+        """Returns ``F(x) + g(x)`` of the problem actually solved, one number per sample."""
+        fitted, input = self.operator.adjoint(x).to(x.dtype), self.input.to(x.dtype)
+        lam: float | Tensor = self.lam
+        if self.formulation == "normalized":
+            root = self.smoothness.sqrt()
+            fitted, input, lam = fitted / root, input * root, lam / self.smoothness
+        dims = self.operator.problem_dims
+        total = 0.5 * (fitted - input).square().sum(dims) + (0.5 * lam * x.square() + self.prior.g(x)).sum(dims)
+        return total if self.bias is None else total - (self.bias * x).sum(dims)
+
+    def residual(self, x: Tensor) -> Tensor:
+        """Returns ``|x - prox_{t g}(x - t grad F(x))| / max(|x|, |t c|)`` per sample: zero exactly at a minimiser.
+
+        Relative to the problem's own scale: the iterate, or the first step from zero where the minimiser is zero.
+        """
+        moved = self.prior.prox(self.descend(x, self.gradient(x), self.step), self.step)
+        dims = self.operator.problem_dims
+
+        def size(t: Tensor) -> Tensor:
+            return torch.linalg.vector_norm(t, dim=dims)
+
+        scale = torch.maximum(size(x), size(self.step * self.output))
+        return size(x - moved) / scale.clamp_min(torch.finfo(x.dtype).tiny)
