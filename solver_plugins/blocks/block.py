@@ -298,9 +298,8 @@ class SolverBlock(Scaled):
         """Computes ``A A^T`` once, for evaluation; returns whether that is of use to this block.
 
         It is where ``A`` is a matrix with fewer than twice as many outputs as inputs, and the solver takes full
-        gradients in evaluation and may choose its path. The matrix is dropped by ``train()``, by loading, by a
-        refreshed step, and when the block moves to another device or dtype. Where gradients of the weight are recorded
-        it is not used. On an accelerator nothing notices weights that are written to in evaluation: call it again.
+        gradients in evaluation. ``train()``, loading, a refreshed step and another device or dtype drop the matrix. It
+        is not used where gradients of the weight are recorded. After writing weights on an accelerator, call it again.
 
         Raises:
             OptionError: If the block is in training mode, where its weights move.
