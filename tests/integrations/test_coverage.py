@@ -22,7 +22,7 @@ from solver_plugins.integrations.coverage.run import Limits, Task, run_task
 from solver_plugins.integrations.coverage.sample import CI, tasks
 from solver_plugins.operators.conv import ConvMap
 from solver_plugins.surgery import Inputs
-from solver_plugins.surgery import convert as surgeon
+from solver_plugins.surgery import apply as surgeon
 
 SAMPLE = tasks(["timm", "transformers"], "ci")
 
@@ -42,7 +42,7 @@ def test_the_sample_is_as_large_as_promised():
 
 
 class Residual(nn.Module):
-    """A block of each kind of host: the layer, its norm, and the activation behind a sum."""
+    """A block of each kind of outlet: the layer, its norm, and the activation behind a sum."""
 
     def __init__(self) -> None:
         super().__init__()

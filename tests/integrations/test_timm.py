@@ -140,6 +140,8 @@ def test_bad_input(tmp_path):
     (lambda entry: entry["conversion"].update(format=99), "format 99.*upgrade solver_plugins"),
     (lambda entry: entry["conversion"].pop("blocks"), "blocks"),
     (lambda entry: entry["conversion"]["blocks"][0].update(solver="cautious"), "'cautious'.*solver_plugins.solvers"),
+    (lambda entry: entry["conversion"]["spec"].update(solver="cautious"), "'cautious'.*solver_plugins.solvers"),
+    (lambda entry: entry["conversion"].update(format=1), "format 1.*convert the plain model again"),
     (lambda entry: entry["conversion"]["blocks"][0].update(prior="nothing"), "'nothing'.*solver_plugins.priors"),
     (lambda entry: entry["conversion"]["blocks"][0].update(layer="head.nowhere"), "no head.nowhere"),
 ])  # fmt: skip
