@@ -62,9 +62,8 @@ class SolverBlock(Scaled):
     ``block(x)`` is the plain layer's output; the activation stays where it is. With ``output="value"`` the block
     applies the activation itself.
 
-    Behind a norm or a skip connection (appendix J of the paper) the argument is complete only at the end of a
-    :class:`~solver_plugins.blocks.link.Link`. Such a block returns what its layer returns, and the module at the end
-    of the link calls :meth:`solve_behind`.
+    Behind a norm or a skip (appendix J) the argument is complete only at the end of a
+    :class:`~solver_plugins.blocks.link.Link`: the module there calls :meth:`solve_behind`.
 
     Step sizes keep themselves up to date; see :mod:`solver_plugins.blocks.stepsize`.
 

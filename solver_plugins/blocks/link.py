@@ -244,16 +244,16 @@ class Scope(Shell):
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():
             with Carry():
-                return _unmarked(forward(*args, **kwargs))
+                return self._unmarked(forward(*args, **kwargs))
         here = _THREAD
         # A new run knows nothing of one that was broken off, nor of one that it is called by.
         before = {link: here.waiting.pop(link, None) for link in self.links}
         here.depth += 1
         try:
             if here.depth > 1:
-                return _unmarked(forward(*args, **kwargs))
+                return self._unmarked(forward(*args, **kwargs))
             with Carry():
-                return _unmarked(forward(*args, **kwargs))
+                return self._unmarked(forward(*args, **kwargs))
         finally:
             here.depth -= 1
             for link, waiting in before.items():
@@ -261,13 +261,13 @@ class Scope(Shell):
                 if waiting is not None:
                     here.waiting[link] = waiting
 
-
-def _unmarked(result: Any) -> Any:
-    """Removes marks from what a scope returns: nobody outside of it could take them."""
-    for one in result if isinstance(result, (tuple, list)) else (result,):
-        if marks_of(one):
-            setattr(one, _MARKS, ())
-    return result
+    def _unmarked(self, result: Any) -> Any:
+        """Removes the marks of this scope's links from what it returns: nobody outside of it could take them."""
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            if marks_of(one):
+                left = tuple(mark for mark in marks_of(one) if all(mark.link is not link for link in self.links))
+                setattr(one, _MARKS, left)
+        return result
 
 
 class _Thread(threading.local):

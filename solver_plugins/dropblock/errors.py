@@ -1,9 +1,9 @@
 """Errors of structured dropout."""
 
-from solver_plugins.errors import SolverPluginsError
+from solver_plugins.errors import OptionError, SolverPluginsError
 
 
-class BlockSizeError(SolverPluginsError, ValueError):
+class BlockSizeError(OptionError):
     """A block size is not a positive whole number, or does not divide the width."""
 
 

@@ -29,9 +29,8 @@ def read_conversion(data: Any, source: str) -> Conversion:
         )
     try:
         conversion = Conversion.parse(data, owner=f"The conversion in {source}")
-    except UnknownNameError:
-        _need("solver", [data["spec"]["solver"]], SOLVERS, source)
-        raise
+    except UnknownNameError as error:
+        raise LoadingError(f"{source}: {error} {_remedy(SOLVERS)}") from error
     except SolverPluginsError as error:
         raise LoadingError(f"{error} The file is damaged, or of another version of solver_plugins.") from error
     # The registries look for plugins first, so a name that is missing now is not installed or not imported.
@@ -79,8 +78,12 @@ def replay(model: nn.Module, conversion: Conversion, source: str) -> nn.Module:
 def _need(kind: str, names: Iterable[str], registry: Any, source: str) -> None:
     missing = sorted({name for name in names if name not in registry})
     if missing:
-        raise LoadingError(
-            f"{source} needs the {kind} {', '.join(map(repr, missing))}, which is not registered: import the module "
-            f"that registers it, or install its package (one that offers it through the entry-point group "
-            f"{registry.entry_point_group!r}), then load again."
-        )
+        found = ", ".join(map(repr, missing))
+        raise LoadingError(f"{source} needs the {kind} {found}, which is not registered. {_remedy(registry)}")
+
+
+def _remedy(registry: Any) -> str:
+    return (
+        "Import the module that registers it, or install its package (one that offers it through the entry-point group "
+        f"{registry.entry_point_group!r}), then load again."
+    )

@@ -95,6 +95,13 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
+def rate(p: float | None, tau: int | None) -> str:
+    """Returns a dropout rate and the number of features that are drawn at it; nothing for a deterministic solver."""
+    if tau is None:
+        return ""
+    return str(tau) if p is None else f"{number(p)}, {tau}"
+
+
 def amount(value: float | None, unit: str = "") -> str:
     """Returns a large number with a prefix: 1.2G, 340k."""
     if value is None:

@@ -24,6 +24,7 @@ from solver_plugins.surgery.printing import (
     common_name,
     number,
     plain_table,
+    rate,
     sentence,
     size,
     spread,
@@ -349,13 +350,7 @@ def _table(rows: list[LayerRow], width: int) -> "RenderableType":
         if roomy:
             cells.append(f"{size(first.input_shape)} → {size(first.output_shape)}")
         if sampled:
-            cells.append(
-                ""
-                if first.tau is None
-                else f"{number(first.p)}, {first.tau}"
-                if first.p is not None
-                else f"{first.tau}"
-            )
+            cells.append(rate(first.p, first.tau))
         cells += [first.prior or "", first.path or ""]
         if certified:
             cells += [spread(row.L for row in members), spread(row.step for row in members)]

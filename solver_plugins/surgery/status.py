@@ -13,7 +13,7 @@ from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_from_kernel
 from solver_plugins.solve import SamplingSolver
 from solver_plugins.surgery.errors import ConversionError
-from solver_plugins.surgery.printing import ROOMY, Printable, number, plain_table, sentence
+from solver_plugins.surgery.printing import ROOMY, Printable, number, plain_table, rate, sentence
 from solver_plugins.surgery.report import CHANGES_SCALE
 from solver_plugins.surgery.untouched import left_as_it_was
 from solver_plugins.surgery.watch import Seen, watch_pass
@@ -276,7 +276,7 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     if len({block.solver for block in blocks}) > 1:
         columns["solver"] = [block.solver for block in blocks]
     if any(block.tau is not None for block in blocks) and (roomy or not passed):
-        columns["p, tau"] = [_rate(block) for block in blocks]
+        columns["p, tau"] = [rate(block.p, block.tau) for block in blocks]
     if roomy or not passed:
         columns["prior"] = [block.prior for block in blocks]
     columns["L"] = [number(block.L) for block in blocks]
@@ -312,9 +312,3 @@ def _objective(block: BlockStatus, roomy: bool) -> str:
         return f"{number(first)} → {number(last)}"
     change = (last - first) / abs(first) if first else math.nan
     return f"{change:+.2g}" if abs(change) >= 10 else f"{change:+.1%}"
-
-
-def _rate(block: BlockStatus) -> str:
-    if block.tau is None:
-        return ""
-    return str(block.tau) if block.p is None else f"{number(block.p)}, {block.tau}"

@@ -110,7 +110,7 @@ def test_only_where_it_is_of_use():
     with pytest.raises(OptionError, match="eval"):
         cache_gram(model)
     assert cache_gram(model.eval()) == ["0", "5"]
-    with pytest.raises(OptionError, match="without any"):
+    with pytest.raises(OptionError, match="without a solver block"):
         cache_gram(nn.Linear(2, 2))
 
 

@@ -53,7 +53,7 @@ def test_refresh_steps_changes_nothing_when_it_fails():
     assert [float(block.L) for block in model] == before
     with pytest.raises(OptionError, match=r"exact|certified"):
         refresh_steps(model[0], method="guess")
-    with pytest.raises(OptionError, match="without any"):
+    with pytest.raises(OptionError, match="without a solver block"):
         refresh_steps(nn.Linear(2, 2))
 
 

@@ -45,7 +45,8 @@ class Net(nn.Module):
 IMAGES = torch.randn(8, 3, 8, 8)
 
 
-def test_what_is_converted_and_why_the_rest_is_not():
+def test_what_is_converted_and_why_the_rest_is_not(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     model = Net()
     before = copy.deepcopy(model)
     report = inspect_dropout(model, block_size=2, example_inputs=IMAGES)

@@ -108,7 +108,7 @@ def test_after_a_changed_classifier(tmp_path):
 
 def test_a_changed_model_is_refused(tmp_path):
     model = timm_model("test_byobnet")
-    model.head.fc = nn.Sequential(nn.Linear(model.num_features, 8), nn.ReLU(), nn.Linear(8, 2))
+    model.head.fc = nn.Sequential(nn.Linear(model.num_features, 8), nn.ReLU(), nn.Linear(8, 2)).eval()
     converted(model, "proxgd")
     with pytest.raises(SavingError, match=r"head.fc: a Sequential in the model, a Linear as built(.|\n)*kind='torch'"):
         save(model, tmp_path / "saved")
@@ -140,6 +140,8 @@ def test_bad_input(tmp_path):
     (lambda entry: entry["conversion"].update(format=99), "format 99.*upgrade solver_plugins"),
     (lambda entry: entry["conversion"].pop("blocks"), "blocks"),
     (lambda entry: entry["conversion"]["blocks"][0].update(solver="cautious"), "'cautious'.*solver_plugins.solvers"),
+    (lambda entry: entry["conversion"]["spec"].update(solver="cautious"), "'cautious'.*solver_plugins.solvers"),
+    (lambda entry: entry["conversion"].update(format=1), "format 1.*convert the plain model again"),
     (lambda entry: entry["conversion"]["blocks"][0].update(prior="nothing"), "'nothing'.*solver_plugins.priors"),
     (lambda entry: entry["conversion"]["blocks"][0].update(layer="head.nowhere"), "no head.nowhere"),
 ])  # fmt: skip

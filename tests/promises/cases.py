@@ -16,7 +16,6 @@ from timm.models.vgg import VGG
 from torch import Tensor, nn
 
 from solver_plugins import convert_model
-from solver_plugins.blocks import SolverBlock
 from tests.promises.small import Functional, ResidualNet, SharedReLU
 from tests.surgery import models as hugging
 
@@ -147,11 +146,6 @@ def run(made: nn.Module, model: str, dtype: torch.dtype = torch.float32, rows: s
     else:
         result = made(**{name: one[rows] for name, one in inputs.items()})
     return result if isinstance(result, Tensor) else result.logits
-
-
-def hosts(made: nn.Module) -> dict[str, SolverBlock]:
-    """Returns the solvers of a converted model by name."""
-    return {name: module for name, module in made.named_modules() if isinstance(module, SolverBlock)}
 
 
 def twins(model: str, solver: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module]:

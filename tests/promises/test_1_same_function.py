@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tests.promises.cases import DETERMINISTIC, MODELS, SMALL, converted, hosts, rows, run, singles, twins
+from solver_plugins.blocks import blocks_of
+from tests.promises.cases import DETERMINISTIC, MODELS, SMALL, converted, rows, run, singles, twins
 from tests.promises.small import still
 from tests.tolerances import tolerance
 
@@ -14,7 +15,7 @@ ROWS = rows((model, solver) for model in MODELS for solver in DETERMINISTIC if s
 def test_one_iteration_is_the_same_function(model, solver):
     """Promise 1, in training (dropout at rate zero) and evaluation, float64."""
     plain, made = twins(model, solver, torch.float64, iters=1)
-    assert hosts(made)
+    assert blocks_of(made)
     for training in (True, False):
         outputs = [run(still(one).train(training), model, torch.float64) for one in (made, plain)]
         torch.testing.assert_close(*outputs, **tolerance(torch.float64)._asdict())
@@ -51,4 +52,4 @@ def test_sampling_at_rate_zero_is_the_same_function(model):
     plain, made = twins(model, "proxsg", torch.float64, iters=1, p=0.0)
     outputs = [run(still(one).train(), model, torch.float64) for one in (made, plain)]
     torch.testing.assert_close(*outputs, **tolerance(torch.float64)._asdict())
-    assert hosts(converted(model, "proxsg", torch.float64, iters=1, p=0.0)).keys() == hosts(made).keys()
+    assert blocks_of(converted(model, "proxsg", torch.float64, iters=1, p=0.0)).keys() == blocks_of(made).keys()

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from solver_plugins.blocks import blocks_of
 from solver_plugins.blocks.stepsize import KEPT_BUFFERS
-from tests.promises.cases import PAIRS, SMALL, SOLVERS, build, convert, hosts, rows, run
+from tests.promises.cases import PAIRS, SMALL, SOLVERS, build, convert, rows, run
 
 LAYOUT = rows(pair for pair in PAIRS if pair[0] in SMALL or pair[1] == "proxgd")
 
@@ -37,7 +38,7 @@ def test_the_state_dict_is_that_of_the_plain_model(model, solver):
 def test_step_buffers_are_small_and_not_saved(model, solver):
     """Promise 2: what a block adds is non-persistent, written in place, and follows from the weights."""
     made = convert(build(model), model, solver)
-    added = {name: block for name, block in hosts(made).items()}
+    added = {name: block for name, block in blocks_of(made).items()}
     for name, block in added.items():
         own = {key: buffer for key, buffer in block.named_buffers(recurse=False) if key in KEPT_BUFFERS}
         assert "L" in own and own["L"].dim() == 0 and not any(f"{name}.{key}" in made.state_dict() for key in own)
@@ -60,7 +61,7 @@ def test_an_optimizer_made_before_the_conversion_trains_it(model):
     before = copy.deepcopy(made.state_dict())
     run(made.train(), model).square().mean().backward()
     optimizer.step()
-    for name in hosts(made):
+    for name in blocks_of(made):
         layer = made.get_submodule(name)
         if isinstance(layer, nn.Linear | nn.Conv2d):
             assert not torch.equal(layer.weight, before[f"{name}.weight"]), name

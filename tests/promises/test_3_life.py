@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from solver_plugins import convert_model
+from solver_plugins.blocks import blocks_of
 from solver_plugins.blocks.install import Guard
 from solver_plugins.surgery import ConversionError
-from tests.promises.cases import MODELS, PAIRS, SMALL, SOLVERS, build, convert, converted, hosts, rows, run, singles
+from tests.promises.cases import MODELS, PAIRS, SMALL, SOLVERS, build, convert, converted, rows, run, singles
 
 EVERY = rows((model, solver) for model in SMALL for solver in SOLVERS)
 COPIES = rows((pair for pair in PAIRS if pair[0] in SMALL or pair[1] == "proxgd"), large="")
@@ -27,7 +28,7 @@ def own_hooks(module):
 def test_flags_and_hooks_survive(model, solver):
     """Promise 3: training, requires_grad, dtype and hooks of every kind are as before, and the hooks run."""
     made = build(model, torch.float64)
-    expected = set(hosts(converted(model, solver, torch.float64)))
+    expected = set(blocks_of(converted(model, solver, torch.float64)))
     calls = []
     for index, (name, module) in enumerate(made.named_modules()):
         module.training = index % 2 == 0
@@ -44,7 +45,7 @@ def test_flags_and_hooks_survive(model, solver):
     convert(made, model, solver)
     assert torch.equal(torch.get_rng_state(), state)
     calls.clear()  # the recorded pass runs hooks, as they may be part of the function
-    assert set(hosts(made)) == expected
+    assert set(blocks_of(made)) == expected
     now = [(module.training, *own_hooks(module)) for module in made.modules()]
     assert now == flags
     assert [(p.requires_grad, p.dtype, p.device) for p in made.parameters()] == wanted
@@ -109,10 +110,10 @@ def test_other_dtypes_and_the_meta_device(model):
     made = converted(model, "proxgd").eval()
     expected = run(made, model)
     doubled = copy.deepcopy(made).double()
-    assert all(block.L.dtype == torch.float64 for block in hosts(doubled).values())
+    assert all(block.L.dtype == torch.float64 for block in blocks_of(doubled).values())
     torch.testing.assert_close(run(doubled, model, torch.float64).float(), expected, rtol=1e-3, atol=1e-4)
     halved = copy.deepcopy(made).bfloat16()
-    assert all(block.L.dtype == torch.float32 for block in hosts(halved).values())
+    assert all(block.L.dtype == torch.float32 for block in blocks_of(halved).values())
     output = run(halved, model, torch.bfloat16)
     assert output.dtype == torch.bfloat16 and torch.isfinite(output).all()
     there = copy.deepcopy(made).to("meta")
@@ -142,4 +143,4 @@ def test_tied_weights_are_left_alone():
         convert_model(tied[:4], "proxgd", 3, example_inputs=torch.randn(2, 6))
     made = convert_model(tied, "proxgd", 3, example_inputs=torch.randn(2, 6))
     for one in (made, copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert one[0].weight is one[2].weight and list(hosts(one)) == ["4"]
+        assert one[0].weight is one[2].weight and list(blocks_of(one)) == ["4"]

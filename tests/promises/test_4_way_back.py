@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from solver_plugins import convert_model, revert_model
+from solver_plugins.blocks import blocks_of
 from solver_plugins.surgery import Conversion, apply_conversion, conversion_of
-from tests.promises.cases import MODELS, PAIRS, SMALL, SOLVERS, build, convert, converted, hosts, rows, run, singles
+from tests.promises.cases import MODELS, PAIRS, SMALL, SOLVERS, build, convert, converted, rows, run, singles
 
 EVERY = rows((model, solver) for model in SMALL for solver in SOLVERS)
 
@@ -84,7 +85,7 @@ def test_every_model_is_written_down(model):
     """Promise 5 for every model."""
     made = converted(model, "proxgd").eval()
     again = apply_conversion(build(model), Conversion.from_json(conversion_of(made).to_json())).eval()
-    assert hosts(again).keys() == hosts(made).keys()
+    assert blocks_of(again).keys() == blocks_of(made).keys()
     assert torch.equal(run(again, model), run(made, model))
 
 
@@ -94,7 +95,7 @@ def test_a_copy_leaves_the_original_plain(model):
     plain = build(model)
     before = anatomy(plain)
     made = convert(plain, model, "proxgd", inplace=False)
-    assert anatomy(plain) == before and hosts(made) and made is not plain
+    assert anatomy(plain) == before and blocks_of(made) and made is not plain
     assert not {id(p) for p in plain.parameters()} & {id(p) for p in made.parameters()}
 
 

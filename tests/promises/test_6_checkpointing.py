@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from solver_plugins import convert_model
+from solver_plugins.blocks import blocks_of
 from solver_plugins.errors import SolverPluginsError
-from tests.promises.cases import MODELS, SMALL, SOLVERS, converted, hosts, rows, run
+from tests.promises.cases import MODELS, SMALL, SOLVERS, converted, rows, run
 
 
 class Recomputed(nn.Module):
@@ -43,7 +44,7 @@ def assert_same_steps(first, second, model, steps=2):
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-12)
         for optimizer in optimizers:
             optimizer.step()
-    for a, b in zip(hosts(first).values(), hosts(second).values(), strict=True):
+    for a, b in zip(blocks_of(first).values(), blocks_of(second).values(), strict=True):
         torch.testing.assert_close(a.L, b.L, rtol=1e-9, atol=0)
 
 
@@ -95,7 +96,7 @@ def assert_halves_train_alike(half, reentrant=False):
     plain = convert_model(Halves("").double(), "proxgd", 3, pattern="all", example_inputs=x).train()
     other = copy.deepcopy(plain)
     other.half, other.reentrant = half, reentrant
-    assert len(hosts(plain)) == 2
+    assert len(blocks_of(plain)) == 2
     for _ in range(2):
         for one in (plain, other):
             one.zero_grad()

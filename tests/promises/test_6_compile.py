@@ -7,7 +7,8 @@ import torch
 import torch._dynamo.testing
 
 from solver_plugins import convert_model, refresh_steps
-from tests.promises.cases import SOLVERS, converted, hosts, run
+from solver_plugins.blocks import blocks_of
+from tests.promises.cases import SOLVERS, converted, run
 from tests.promises.small import ResidualNet, still
 
 F64 = torch.float64
@@ -27,7 +28,7 @@ def assert_compiles_whole(made, call):
         for one in (made, eager):
             one.zero_grad()
             with torch.no_grad():
-                for block in hosts(one).values():
+                for block in blocks_of(one).values():
                     for parameter in block.parameters(recurse=False):
                         parameter.mul_(factor)
             if factor == 0.5:
@@ -40,7 +41,7 @@ def assert_compiles_whole(made, call):
             assert (a.grad is None) == (b.grad is None)
             if a.grad is not None:
                 torch.testing.assert_close(a.grad, b.grad, rtol=1e-8, atol=1e-9)
-        for a, b in zip(hosts(made).values(), hosts(eager).values(), strict=True):
+        for a, b in zip(blocks_of(made).values(), blocks_of(eager).values(), strict=True):
             torch.testing.assert_close(a.L, b.L, rtol=1e-9, atol=0)
         # What the compiler began and gave up within the first compilation is an empty graph.
         graphs = sum(len(one.graph.nodes) > 0 for one in counter.graphs)
@@ -48,7 +49,7 @@ def assert_compiles_whole(made, call):
 
 
 def test_a_small_residual_network_compiles_whole():
-    """Promise 6: norm, skip and layer hosts in one graph."""
+    """Promise 6: norm, skip and layer outlets in one graph."""
     torch.manual_seed(0)
     x = torch.randn(2, 3, 10, 10, dtype=F64)
     made = convert_model(ResidualNet().double(), "proxgd", 2, pattern="all", example_inputs=x)

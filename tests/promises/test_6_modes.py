@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from solver_plugins.blocks import SolverBlock
-from tests.promises.cases import MODELS, SMALL, SOLVERS, converted, hosts, named_state, rows, run
+from solver_plugins.blocks import SolverBlock, blocks_of
+from tests.promises.cases import MODELS, SMALL, SOLVERS, converted, named_state, rows, run
 from tests.promises.small import still
 from tests.tolerances import tolerance
 
@@ -30,7 +30,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(model, solver):
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         if a.grad is not None:
             torch.testing.assert_close(b.grad, a.grad, rtol=1e-8, atol=1e-9)
-    for a, b in zip(hosts(one).values(), hosts(other).values(), strict=True):
+    for a, b in zip(blocks_of(one).values(), blocks_of(other).values(), strict=True):
         assert torch.equal(a.L, b.L)
 
 
@@ -44,7 +44,7 @@ def test_autocast(model, solver, dtype):
         loss = output.float().square().mean()
     loss.backward()
     assert torch.isfinite(output).all()
-    for block in hosts(made).values():
+    for block in blocks_of(made).values():
         own = dict(block.named_buffers(recurse=False))
         assert own["L"].dtype == own["power_vectors"].dtype == own["power_quotient"].dtype == torch.float32
     for parameter in made.parameters():
@@ -92,13 +92,13 @@ def test_scaled_weights_do_not_make_a_solve_diverge(model, training):
     made = still(converted(model, "proxgd", iters=30)).train(training)
     run(made, model)
     with torch.no_grad():
-        for name in hosts(made):
+        for name in blocks_of(made):
             layer = made.get_submodule(name)
             for parameter in layer.parameters(recurse=False):
                 parameter.mul_(2.0)
         output = run(made, model)
     assert torch.isfinite(output).all()
-    for name, block in hosts(made).items():
+    for name, block in blocks_of(made).items():
         # The constant of a folded norm belongs to a reference diagonal, which a certificate would change.
         if isinstance(block, SolverBlock):
             true = float(copy.deepcopy(block).refresh_step())
@@ -110,7 +110,7 @@ def test_no_block_returns_a_view(model, solver):
     """Promise 6: an in-place activation on a view would drop the hook by which FSDP2 gathers weights for backward."""
     made = converted(model, solver).train()
     views = []
-    for name, block in hosts(made).items():
+    for name, block in blocks_of(made).items():
         block.register_forward_hook(lambda module, args, output, name=name: views.append((name, output._is_view())))
     run(made, model)
-    assert {name for name, _ in views} == hosts(made).keys() and not any(view for _, view in views)
+    assert {name for name, _ in views} == blocks_of(made).keys() and not any(view for _, view in views)

@@ -195,9 +195,9 @@ def test_every_solver_converts_and_trains(name):
     options = {"p": 0.3} if name in ("proxsg", "ms2gd", "rcd") else {}
     model = convert(make(), name, iters=3, pattern="all", **({"p": 0.3} if name in ("s2gd", "svrg") else options))
     model.train()(X).sum().backward()
-    hosts = [module for module in model.modules() if isinstance(module, SolverBlock)]
-    assert len(hosts) == 5
-    assert {module.link is None for module in hosts} == {True, False}
+    found = [module for module in model.modules() if isinstance(module, SolverBlock)]
+    assert len(found) == 5
+    assert {module.link is None for module in found} == {True, False}
 
 
 def test_a_sampling_solver_takes_the_dropout_over():
