@@ -183,8 +183,9 @@ class Carry(TorchFunctionMode):
             marks = list(marks_of(args[0]))
         summed = name in SUMS and kwargs.get("alpha", 1) == 1
         if summed:
-            # What a layer has just computed stays that, whatever is added to it, its own earlier output included.
-            whole = [one for one in marks if not one.broken]
+            # What a layer has just computed stays that, whatever is made of its earlier outputs and added to it. A sum
+            # of these outputs themselves stays what it is, too: of several calls.
+            whole = [one for one in marks if not one.broken or one.broken in SUMS]
             marks = whole + [one for one in marks if one.broken and all(one.link is not other.link for other in whole)]
         results = result if isinstance(result, (tuple, list)) else (result,)
         # An operation in place changes its first argument, whatever becomes of its result.
@@ -196,7 +197,8 @@ class Carry(TorchFunctionMode):
                     # The same layer twice in one sum: which of its calls the solver belongs to is not known.
                     once = sum(other.link is handed.link for other in marks) == 1
                     carried = (kept or summed) and once and isinstance(handed.link, Link)
-                    put(one, handed if carried else Handed(handed.link, broken=handed.broken or name))
+                    why = name if not handed.broken or handed.broken in SUMS else handed.broken
+                    put(one, handed if carried else Handed(handed.link, broken=why))
         return result
 
 

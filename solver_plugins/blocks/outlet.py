@@ -5,6 +5,7 @@ the skip hands the layer's mark on. These modules hold nothing but the links tha
 replaced (SyncBatchNorm) is simply made again.
 """
 
+import contextlib
 from typing import Any, Literal
 
 import torch
@@ -41,7 +42,7 @@ class Outlet(Shell):
             handed = self._taken(input)
             return super().forward(input if handed is None else handed.block.solve_behind(handed, input))
         if self.role == "passing":
-            handed = take(input, self.links)
+            handed = take(input, self.links) or self._recovered_on_the_way(input)
             output: Tensor = super().forward(input)
             return output if handed is None else hand_over(output, handed.past(self, input))
         handed = self._taken(input)
@@ -71,6 +72,13 @@ class Outlet(Shell):
             if left_out(handed.segments, now) or _lacks_gradients(handed, now):
                 raise SolverPluginsError(_without_its_layer(handed.link, recomputed=True))
         return handed
+
+    def _recovered_on_the_way(self, input: Tensor) -> Handed | None:
+        """Returns what a tensor without a mark is known to be; what is not known raises where the solver runs."""
+        for link in () if torch.compiler.is_compiling() else self.links:
+            with contextlib.suppress(LookupError):
+                return recovered(link, input)
+        return None
 
     def _recovered(self, input: Tensor) -> Handed | None:
         """Returns what a tensor without a mark is; None where it may be another layer's.
@@ -112,11 +120,14 @@ def _lacks_gradients(handed: Handed, now: tuple[Any, ...]) -> bool:
 
     What such a segment was given has its graph. What was computed in it has none until it is recomputed.
     """
-    if not torch.is_grad_enabled() or not without_graph(handed.segments, now):
+    if not torch.is_grad_enabled():
         return False
+    if without_graph(handed.segments, now) and not (handed.input is not None and handed.input.requires_grad):
+        return True
+    # The statistics of a batch depend on what the norm was given, which the norm's own segment may have computed.
     batch = handed.normed is not None and getattr(handed.norm, "training", False)
-    needed = [handed.input, handed.normed] if batch else [handed.input]
-    return not all(tensor is not None and tensor.requires_grad for tensor in needed)
+    trained = handed.input is not None and (handed.input.requires_grad or handed.block.weight.requires_grad)
+    return bool(batch and trained and handed.normed is not None and not handed.normed.requires_grad)
 
 
 def _without_its_layer(link: Link, recomputed: bool = False) -> str:
