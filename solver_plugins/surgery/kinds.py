@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from solver_plugins.blocks.link import SUMS
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators.layers import LAYERS
 from solver_plugins.prox import prox_for
@@ -39,7 +40,6 @@ _SHAPE_FUNCTIONS = _words(
 _DROPOUT_FUNCTIONS = _words(
     "dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout"
 )
-_ADD_FUNCTIONS = _words("add add_ __add__ __radd__ __iadd__")
 _LINEAR_FUNCTIONS = _words(
     "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmm_ baddbmm addbmm einsum tensordot "
     "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _conv_forward "
@@ -116,7 +116,7 @@ def is_dropout_function(function: Callable[..., Any]) -> bool:
 
 def is_add_function(function: Callable[..., Any]) -> bool:
     """Whether a function adds two tensors."""
-    return function_name(function) in _ADD_FUNCTIONS
+    return function_name(function) in SUMS
 
 
 def is_linear_function(function: Callable[..., Any]) -> bool:
