@@ -62,12 +62,12 @@ format: $(STAMP) ## Format the code and sort imports
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-docs: $(STAMP) ## Write docs/api.md from the docstrings
-	$(BIN)/python docs/api.py
+docs: $(STAMP) ## Build the documentation site into site/; a broken link fails
+	$(BIN)/python .ci/site.py
 
 release-check: $(STAMP) ## Build sdist and wheel into dist/, and use the wheel in a fresh environment
 	$(BIN)/python .ci/release_check.py --output dist
 
 clean: ## Remove caches and build products (keeps the virtual environment)
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find solver_plugins tests -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,116 @@
+"""Builds the documentation site from docs/, files of the repository's root, and the docstrings.
+
+    python .ci/site.py [--output site]
+
+Links between pages are written as they work in the repository (``../CONTRIBUTING.md``). The pages are copied to a
+folder of their own, where such links become the site's; zensical builds it from there, and every warning is an error.
+"""
+
+import argparse
+import importlib
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = {
+    "README.md": "index.md",
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "configs/README.md": "recipes.md",
+    "patches/README.md": "scripts.md",
+}
+"""Pages that do not stand in docs/, and their places on the site."""
+REFERENCE = {
+    "solver_plugins": "What most people need, importable from `solver_plugins` itself.",
+    "solver_plugins.surgery": "Finding, converting, merging and reverting the blocks of whole models.",
+    "solver_plugins.blocks": "Layers that run a solver.",
+    "solver_plugins.solve": "Solvers, the problem they solve, and the kernel that runs them.",
+    "solver_plugins.prox": "Activations as proximal maps.",
+    "solver_plugins.operators": "Layers as linear operators, Lipschitz constants, samplings.",
+    "solver_plugins.proxprop": "Implicit steps for the weights.",
+    "solver_plugins.equilibrium": "Layers and heads defined by an equilibrium.",
+    "solver_plugins.dropblock": "Structured dropout: layers, regularisers, closed forms.",
+    "solver_plugins.integrations": "Saving, loading, timm, transformers, the Trainer.",
+    "solver_plugins.train": "Finetuning on Accelerate.",
+    "solver_plugins.studies": "The papers' experiments.",
+    "solver_plugins.errors": "Every error and warning of the package.",
+}
+
+
+def prepare(folder: Path) -> None:
+    """Writes all pages of the site into a folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("README.md"))
+    sources = {f"docs/{path.relative_to(folder).as_posix()}": path for path in sorted(folder.rglob("*.md"))}
+    sources |= {source: folder / place for source, place in PAGES.items()}
+    sources["docs/examples/README.md"] = folder / "examples" / "index.md"
+    places = {source: path.relative_to(folder).as_posix() for source, path in sources.items()}
+    places |= {"docs/README.md": "index.md", "docs/examples": "examples/index.md"}
+    for source, path in sources.items():
+        path.write_text(with_links((ROOT / source).read_text(encoding="utf-8"), source, places), encoding="utf-8")
+    for name, about in REFERENCE.items():
+        page = folder / "reference" / f"{name}.md"
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(f"# {name}\n\n{about}\n\n{described(name)}", encoding="utf-8")
+
+
+def described(name: str) -> str:
+    """Returns the directive that describes the public names of a package."""
+    listed = getattr(importlib.import_module(name), "__all__", None)
+    if listed is None:
+        return f"::: {name}\n"
+    return f"::: {name}\n    options:\n      members:\n" + "".join(f"        - {one}\n" for one in sorted(listed))
+
+
+def with_links(text: str, source: str, places: dict[str, str]) -> str:
+    """Turns the links of a page of the repository into links of the site.
+
+    Args:
+        text: The page.
+        source: Its path in the repository.
+        places: Where each path of the repository is on the site.
+    """
+    here = posixpath.dirname(places[source])
+
+    def moved(match: re.Match[str]) -> str:
+        mark, label, target, anchor = match.groups()
+        if re.match(r"[a-z]+:", target) or not target:
+            return match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        place = places.get(path) or (path.removeprefix("docs/") if path.startswith("docs/") else None)
+        if place is None:
+            # A file that is not a page. The site does not know where the repository is, so it only names it.
+            return label if label.startswith("`") else f"`{path}`"
+        return f"{mark}[{label}]({posixpath.relpath(place, here or '.')}{anchor or ''})"
+
+    return re.sub(r"(!?)\[([^\]\n]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", moved, text)
+
+
+def main() -> int:
+    """Builds the site."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "site", help="where the site is written")
+    output = parser.parse_args().output.resolve()
+    build = ROOT / "build" / "docs"
+    prepare(build / "pages")
+    config = yaml.safe_load((ROOT / ".ci" / "site.yml").read_text(encoding="utf-8"))
+    config |= {"docs_dir": "pages", "site_dir": "site"}
+    config["nav"].insert(-1, {"Reference": [{name: f"reference/{name}.md"} for name in REFERENCE]})
+    (build / "mkdocs.yml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    code = subprocess.call([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=build)
+    if code == 0:
+        shutil.rmtree(output, ignore_errors=True)
+        shutil.move(build / "site", output)
+        print(f"Open {output / 'index.html'}")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
