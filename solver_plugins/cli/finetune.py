@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from solver_plugins.errors import SolverPluginsError
-from solver_plugins.train.config import read_config
+from solver_plugins.train.config import given_options, read_config
 
 
 def finetune(
@@ -21,7 +21,7 @@ def finetune(
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the config, such as optimizer.lr=1e-4."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the resolved config, the blocks and the cost; train nothing.")
+        bool, typer.Option("--dry-run", help="Print the plan, the blocks and their cost; train nothing.")
     ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the run in the output folder, or start where there is none.")
@@ -53,11 +53,11 @@ def finetune(
 
             plan = plan_run(settings)
             if talks:
-                print(settings.to_yaml())
-                if plan.blocks is not None:
-                    print(plan.blocks, end="\n\n")
                 for line in plan.lines:
                     print(line)
+                if plan.blocks is not None:
+                    print(f"\n{plan.blocks}")
+                print(f"\nThe config; every other option has its default (see --options):\n{given_options(settings)}")
             return
         from solver_plugins.train.comparison import result_table
         from solver_plugins.train.finetune import finetune as run
@@ -68,6 +68,14 @@ def finetune(
             raise
         # One message is enough; the exit code is that of the first process.
         sys.exit(2)
+    except KeyboardInterrupt:
+        if talks:
+            print(
+                "\nStopped. The same command with --resume goes on from the last checkpoint, if there is one.",
+                file=sys.stderr,
+            )
+        # As a shell reports a program that Ctrl-C ended.
+        sys.exit(130)
     if talks:
         # A pipe or a log has no width of its own.
         Console(width=None if sys.stdout.isatty() else 100).print(result_table(settings, results))

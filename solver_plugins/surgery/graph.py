@@ -1,5 +1,6 @@
 """A record as a graph to walk: who reads a value, and what comes next if shape operations are skipped."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,8 @@ _LOOKS_ONLY = frozenset(
 """Functions that read the shape, dtype and device of a tensor, not its numbers."""
 _CHOICES = frozenset({"__getitem__", "select", "index_select", "gather", "mean", "sum", "max", "amax"})
 """Functions by which a classifier goes from one output per token to one per sequence, or from several heads to one."""
+_PARTS = frozenset({"__getitem__", "select", "index_select", "gather", "split", "chunk", "unbind", "narrow"})
+"""Functions whose result is a part of their first argument."""
 _SCALINGS = frozenset({"div", "truediv", "__truediv__", "mul", "__mul__", "__rmul__"})
 _AS = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "to"})
 """Functions that read only the shape, dtype and device of their second tensor."""
@@ -156,6 +159,34 @@ class Graph:
             if self.kind(call) != "shape" or not call.inputs:
                 return call, most
             value = call.inputs[0].value
+
+    def dropout_before(self, value: int) -> Call | None:
+        """Returns the live dropout whose output a value is a part of: reshaped, indexed, or one position of it."""
+        call, _ = self.back(value)
+        while call is not None and call.inputs and (call.name in _PARTS or self._pools_nothing(call)):
+            call, _ = self.back(call.inputs[0].value)
+        return call if call is not None and self.kind(call) == "dropout" else None
+
+    def activation_before(self, value: int) -> tuple[Call | None, Call | None]:
+        """Returns the activation whose output a value is, and the live dropout between them; None for each missing."""
+        call, dropout = self.back(value)[0], None
+        while call is not None and call.inputs:
+            kind = self.kind(call)
+            if kind == "activation":
+                return call, dropout
+            if kind == "dropout":
+                dropout = call
+            elif not self._pools_nothing(call):
+                break
+            call, _ = self.back(call.inputs[0].value)
+        return None, dropout
+
+    def _pools_nothing(self, call: Call) -> bool:
+        """Whether a pool has one position to pool, as in heads whose hidden layers are convolutions."""
+        name = type(call.module).__name__ if call.module is not None else call.name
+        values = self.record.values
+        sizes = [math.prod(values[one].shape) for one in (call.inputs[0].value, *call.outputs)]
+        return "pool" in name.lower() and len(set(sizes)) == 1
 
     def source(self, value: int) -> str:
         """Returns the name of what computes a value, for reports."""

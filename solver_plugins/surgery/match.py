@@ -57,6 +57,7 @@ def match(record: Record, model: nn.Module) -> list[Block]:
                 loose.setdefault(parameter, _Uses()).reads.append(call)
     found = {name: _merged([surroundings_of(graph, call) for call in use.calls]) for name, use in uses.items()}
     _give_each_sum_one_block(found)
+    _mark_hidden_layers(graph, found)
     rows = [(use.first(), _block(graph, name, modules[name], use, found[name])) for name, use in uses.items()]
     for parameter, use in loose.items():
         rows.append((use.first(), _loose(graph, parameter, modules[parameter.rpartition(".")[0]], use)))
@@ -129,6 +130,7 @@ def _merged(around: list[Surroundings]) -> Surroundings | None:
             found.reasons += (f"called {len(around)} times: a {found.outlet} can finish one call only",)
         found.notes += (f"called {len(around)} times",)
     found.is_last = any(one.is_last for one in around)
+    found.dropped = {what: label for one in around for what, label in one.dropped.items()}
     found.dropout = _owned(found.dropout, around)
     return found
 
@@ -150,6 +152,20 @@ def _give_each_sum_one_block(found: dict[str, Surroundings | None]) -> None:
     for name, one in found.items():
         if one is not None and one.skip is not None and owners[one.skip.call] != name:
             found[name] = one.without_activation(f"its output is the skip connection of {owners[one.skip.call]!r}")
+
+
+def _mark_hidden_layers(graph: Graph, found: dict[str, Surroundings | None]) -> None:
+    """Finds the layers whose activation a classifier reads, perhaps over a dropout."""
+    around = [one for one in found.values() if one is not None]
+    hidden = {index: one for one in around if one.activation is not None for index in one.activation.calls}
+    for last in around:
+        for index in last.calls if last.is_last else ():
+            activation, dropout = graph.activation_before(graph.record.calls[index].inputs[0].value)
+            if activation is not None and activation.index in hidden:
+                one = hidden[activation.index]
+                one.feeds_last = one.outlet == "linear"
+                if dropout is not None:
+                    one.dropped["outputs"] = graph.label(dropout)
 
 
 def _loose(graph: Graph, parameter: str, owner: nn.Module, use: _Uses) -> Block:

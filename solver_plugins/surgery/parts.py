@@ -131,6 +131,8 @@ class Surroundings:
         nonprox_reason: Why it is not.
         outlet: Where the solver's result comes out: the linear layer, the norm, or the activation.
         is_last: Whether the model returns the layer's output: the classifier.
+        feeds_last: Whether the classifier reads its activation: the hidden layer of a head.
+        dropped: What a live dropout that is not the block's own acts on ("inputs" or "outputs"), and its label.
         calls: Indices of the layer's calls.
         reasons: What makes it impossible to convert the layer, at all or for some solvers.
         notes: What else is worth knowing, such as why no longer pattern matched.
@@ -145,6 +147,8 @@ class Surroundings:
     nonprox_reason: str | None = None
     outlet: Literal["linear", "norm", "activation"] = "linear"
     is_last: bool = False
+    feeds_last: bool = False
+    dropped: dict[Samples, str] = dataclasses.field(default_factory=dict)
     calls: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -156,6 +160,8 @@ class Surroundings:
             pattern="linear" if before is None else "dropout-linear",
             dropout=before,
             is_last=self.is_last,
+            feeds_last=self.feeds_last,
+            dropped=self.dropped,
             calls=self.calls,
             notes=(*self.notes, why),
         )

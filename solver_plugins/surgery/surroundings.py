@@ -278,9 +278,15 @@ def _take_dropout_behind(graph: Graph, found: Surroundings, call: Call) -> None:
 
 def _look_back(graph: Graph, found: Surroundings) -> None:
     call, readers = graph.back(_layer(graph, found).inputs[0].value)
-    if call is None or graph.kind(call) != "dropout" or found.pattern == "linear-dropout-act":
+    if call is None or graph.kind(call) != "dropout":
+        dropout = graph.dropout_before(_layer(graph, found).inputs[0].value)
+        if dropout is not None:
+            found.dropped["inputs"] = graph.label(dropout)
+        return
+    if found.pattern == "linear-dropout-act":
         return
     if readers > 1:
+        found.dropped["inputs"] = graph.label(call)
         found.notes += (f"its dropout ({graph.label(call)}) feeds {readers} operations, so it is not the layer's own",)
         return
     found.dropout = _dropout_part(graph, call, _layer(graph, found).inputs[0].value in call.outputs)

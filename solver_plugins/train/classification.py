@@ -8,6 +8,7 @@ from timm.data.mixup import Mixup
 from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch import Tensor, nn
 
+from solver_plugins.errors import OptionError
 from solver_plugins.train.config import MixupSection
 from solver_plugins.train.data import Batch
 
@@ -63,8 +64,16 @@ class Classification:
         targets = batch["labels"]
         if self.mixup is not None:
             batch["image"], targets = self.mixup(batch["image"], targets)
-        with self.accelerator.autocast():
-            logits = logits_of(model, batch, self.dtype)
+        try:
+            with self.accelerator.autocast():
+                logits = logits_of(model, batch, self.dtype)
+        except ValueError as error:
+            if "more than 1 value per channel" not in str(error):
+                raise
+            raise OptionError(
+                f"Expected at least two examples per process and pass: this network has a BatchNorm, and "
+                f"{len(targets)} is too few for its statistics. Raise batch_size, or lower accumulation."
+            ) from None
         loss: Tensor = self.loss(logits, targets.to(logits.dtype) if targets.is_floating_point() else targets)
         added = None if self.penalty is None else self.penalty(batch)
         return loss if added is None else loss + added

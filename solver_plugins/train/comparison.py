@@ -3,11 +3,13 @@
 import base64
 import html
 import io
+import math
 from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from rich.table import Table
 
 from solver_plugins.train.config import FinetuneConfig
@@ -17,10 +19,15 @@ Rows = list[dict[str, Any]]
 _COLOURS = {"solver": "#1f6fb4", "baseline": "#d1701f", "plain": "#444444"}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+.wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; }
 th, td { padding: .3rem .9rem; border-bottom: 1px solid #ddd; text-align: right; }
 th:first-child, td:first-child { text-align: left; }
 img { max-width: 100%; } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto; font-size: 13px; }
+"""
+_BLOCKS = """<p><b>L</b> is the Lipschitz constant that sets a block's step size: the largest eigenvalue of
+A A<sup>T</sup> for its weight A. The <b>residual</b> is the relative change that one further iteration would make: it
+is small where the solve has converged.</p>
 """
 HEADINGS = ("model", "accuracy (%)", "eval loss", "train loss", "steps", "time")
 
@@ -32,9 +39,11 @@ def table_rows(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> li
         if name not in results:
             continue
         one = results[name]
+        low, high = wilson(one["accuracy"] / 100, one["count"])
         accuracy = f"{one['accuracy']:.2f}"
         if one["trials"] > 1:
             accuracy += f" ± {one['accuracy_std']:.2f} ({one['trials']} trials)"
+        accuracy += f" [{100 * low:.1f}, {100 * high:.1f}]"
         cells = (
             accuracy,
             f"{one['loss']:.4f}",
@@ -44,6 +53,13 @@ def table_rows(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> li
         )
         rows.append((_title(config, name), *cells))
     return rows
+
+
+def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
+    """Returns Wilson's interval for a share that was observed in this many examples; 95% by default."""
+    middle = (share + z * z / (2 * count)) / (1 + z * z / count)
+    half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count)) / (1 + z * z / count)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def _title(config: FinetuneConfig, name: str) -> str:
@@ -80,15 +96,16 @@ def write_report(path: Path, config: FinetuneConfig, results: dict[str, dict[str
         for cells in table_rows(config, results)
     )
     pictures = _picture(_curves(rows), "Learning curves")
-    if any("blocks" in row for row in rows.get("solver", [])):
-        pictures += _picture(_blocks(rows["solver"]), "The solver blocks while training")
+    if any(row.get("blocks") for row in rows.get("solver", [])):
+        pictures += _picture(_blocks(rows["solver"]), "The solver blocks while training") + _BLOCKS
     title = html.escape(f"{config.model.spec} on {config.data.name}")
     count = next(iter(results.values()))["count"]
     text = (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         f"</head><body>\n<h1>{title}</h1>\n<p>{count} examples of the split {html.escape(config.data.eval)}, seed "
-        f"{config.seed}, {config.epochs} epochs.</p>\n<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-        "</table>\n"
+        f"{config.seed}, {config.epochs} epochs. In brackets the 95% interval of the accuracy (Wilson) that "
+        "this number of examples allows; two models on the same examples can differ by less and still truly differ."
+        f'</p>\n<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
         f"{pictures}<h2>Config</h2>\n<pre>{html.escape(config.to_yaml())}</pre>\n</body></html>\n"
     )
     write_whole(path, text)
@@ -110,6 +127,8 @@ def _figure(panels: int) -> tuple[Figure, list[Any]]:
         one.grid(color="#dddddd", linewidth=0.8)
         one.set_axisbelow(True)
         one.set_xlabel("epoch")
+        one.xaxis.set_major_locator(MaxNLocator(integer=True))
+        one.margins(x=0.08)
         for side in ("top", "right"):
             one.spines[side].set_visible(False)
     return figure, axes
@@ -138,7 +157,8 @@ def _blocks(rows: Rows) -> Figure:
         positive = False
         for name in names:
             values = [row["blocks"].get(name, {}).get(key) for row in points]
-            axes.plot([row["epoch"] for row in points], [float("nan") if v is None else v for v in values], label=name)
+            axes.plot([row["epoch"] for row in points], [float("nan") if v is None else v for v in values],
+                      label=name, marker="o", markersize=3)  # fmt: skip
             positive = positive or any(v is not None and v > 0 for v in values)
         if positive:
             axes.set_yscale("log")

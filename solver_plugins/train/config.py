@@ -9,7 +9,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from solver_plugins.config import StrictConfig, load_json, load_yaml
+from solver_plugins.config import StrictConfig, YamlDumper, load_json, load_yaml
 from solver_plugins.equilibrium.head import HeadConfig
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.integrations.models import read_value
@@ -32,6 +32,11 @@ class ModelSection(StrictConfig):
     in_order: bool = Field(False, description="Whether those weights have other names, but the same order and shapes.")
     args: dict[str, Any] = Field({}, description="Arguments of timm.create_model, or settings of the HF config.")
     dtype: Literal["float32", "float64"] = Field("float32", description="Of weights and inputs.")
+    head_init: Literal["reset", "zero", "library"] = Field(
+        "reset",
+        description="A new classifier on trained weights: 'reset' (small and random), 'zero', or as the 'library' "
+        "draws it.",
+    )
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -95,6 +100,7 @@ class DataSection(StrictConfig):
     mean: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     std: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     workers: int = Field(0, ge=0, description="Processes that read data, beside each training process.")
+    check: bool = Field(True, description="Whether the files of images are looked at for damage before training.")
 
     @pydantic.field_validator("std")
     @classmethod
@@ -299,6 +305,12 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConf
     for text in overrides:
         apply_change(options, text)
     return FinetuneConfig.parse(options, owner=f"The config {path.name!r}")
+
+
+def given_options(config: FinetuneConfig) -> str:
+    """Returns the options that differ from their defaults, as YAML."""
+    given = config.model_dump(mode="json", exclude_defaults=True)
+    return yaml.dump(given, Dumper=YamlDumper, sort_keys=False)
 
 
 def read_options(path: Path, what: str) -> Any:

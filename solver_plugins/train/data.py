@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from solver_plugins.errors import did_you_mean
 from solver_plugins.train.config import DataSection, FinetuneConfig
 from solver_plugins.train.errors import DataError
+from solver_plugins.train.images import check_images, files_of
 from solver_plugins.train.preparation import image_preparation, text_preparation
 from solver_plugins.train.randomness import seed_for, seeded
 from solver_plugins.train.sources import load_split
@@ -49,6 +50,21 @@ class Splits:
         labels = hashlib.sha256(json.dumps(both).encode()).hexdigest()
         return {"train": len(self.train), "eval": len(self.eval), "classes": list(self.classes), "labels": labels}
 
+    def seen(self, found: Any) -> set[int]:
+        """Returns the numbers of the classes that occur in a split."""
+        numbers = {name: number for number, name in enumerate(self.classes)}
+        return {numbers[one] if isinstance(one, str) else one for one in set(found[self.label])}
+
+    def notes(self) -> list[str]:
+        """Returns what a user should know about the examples before training."""
+        extra = [self.classes[number] for number in sorted(self.seen(self.train) - self.seen(self.eval))]
+        if not extra:
+            return []
+        return [
+            f"nothing in the evaluated split is {', '.join(extra[:5])}{', ...' if len(extra) > 5 else ''}, so what is "
+            "learnt of that is not measured"
+        ]
+
 
 def load_splits(config: DataSection) -> Splits:
     """Loads and checks both splits.
@@ -67,10 +83,17 @@ def load_splits(config: DataSection) -> Splits:
                     f"{did_you_mean(name, found.column_names)}"
                 )
     classes = _classes(train, label)
+    if len(classes) < 2:
+        raise DataError(
+            f"Expected at least two classes to tell apart; found {classes[0]!r} alone in {label!r} of {config.name!r}. "
+            "A folder of images has a folder for each class."
+        )
     made = Splits(train, evaluation, column, config.text is not None, label, classes)
     for split, found in ((config.train, train), (config.eval, evaluation)):
         _check_labels(found[label], classes, f"the split {split!r} of {config.name!r}")
     _check_classes(made, config)
+    if config.check and not made.is_text:
+        check_images([file for found in (train, evaluation) for file in files_of(found, column)])
     return made
 
 
@@ -119,12 +142,7 @@ def _check_classes(splits: Splits, config: DataSection) -> None:
             f"The splits {config.train!r} and {config.eval!r} of {config.name!r} number their classes differently: "
             f"{', '.join(splits.classes[:5])}, ... and {', '.join(names[:5])}, .... Cast both to one ClassLabel."
         )
-    numbers = {name: number for number, name in enumerate(splits.classes)}
-
-    def seen(found: Any) -> set[int]:
-        return {numbers[one] if isinstance(one, str) else one for one in set(found[splits.label])}
-
-    trained, evaluated = seen(splits.train), seen(splits.eval)
+    trained, evaluated = splits.seen(splits.train), splits.seen(splits.eval)
     lacking = [splits.classes[number] for number in sorted(evaluated - trained)]
     if not lacking or ("[" in config.train and trained & evaluated):
         # A small slice may miss a class.
@@ -170,9 +188,10 @@ class Examples(Dataset[dict[str, Any]]):
             with seeded(self.seed, "augmentation", epoch, number):
                 made = self.prepare(row[self.column])
         except Exception as error:
+            file = next(iter(files_of(self.found.select([number]), self.column)), None)
             raise DataError(
-                f"Cannot read {self.column!r} of example {number} of {self.name}: {type(error).__name__}: {error}. "
-                "Repair or remove that example."
+                f"Cannot read {self.column!r} of example {number} of {self.name}"
+                f"{f' ({file})' if file else ''}: {type(error).__name__}: {error}. Repair or remove that example."
             ) from error
         label = row[self.label]
         return {self.key: made, "labels": self.numbers[label] if isinstance(label, str) else int(label)}
@@ -229,6 +248,11 @@ class Loaders:
     def steps(self) -> int:
         """How many optimiser steps an epoch has."""
         return self.order.steps
+
+    @property
+    def left_out(self) -> int:
+        """How many examples each epoch leaves out, as they do not fill a batch."""
+        return self.order.count - self.order.used
 
     def start(self, epoch: int, step: int) -> Iterable[Batch]:
         """Returns the training batches of an epoch that are left after this many steps of it."""

@@ -40,7 +40,10 @@ def _number(value: float | None) -> float | None:
 
 
 def worst_block(model: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
-    """Returns a sentence about the block with the worst residual on a batch, or about why it is unknown."""
+    """Returns a sentence about the block with the worst residual on a batch, or about why it is unknown.
+
+    It is empty where every block has solved its problem: then no block is to blame.
+    """
     try:
         found = solver_report(model, _inputs(batch, dtype)).blocks
     except SolverPluginsError as error:
@@ -48,5 +51,7 @@ def worst_block(model: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
     lost = [block for block in found if block.verdict == "not finite"]
     # The first block that is not finite: the ones behind it only received its output.
     worst = lost[0] if lost else max(found, key=lambda block: block.last_residual or 0.0)
+    if not lost and not worst.last_residual:
+        return ""
     scale = "" if worst.scale is None else f", scale {worst.scale:.3g} of the plain layer's"
     return f" The worst block is {worst.name!r}: residual {worst.last_residual:.3g}, L {worst.L:.3g}{scale}."

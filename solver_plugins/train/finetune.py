@@ -61,7 +61,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
             _in_first_process(accelerator, lambda: outputs.check_data(config, data))
         results: dict[str, dict[str, Any]] = {}
         for name in arms_of(config):
-            done = _finished(folder / name) if resume else None
+            done = _finished(folder / name, config.epochs) if resume else None
             if done is None:
                 accelerator = make_accelerator(config, str(folder / "logs"))
                 arm = FinetunedArm(config, accelerator, splits, folder / name, name)
@@ -76,6 +76,7 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
         accelerator.wait_for_everyone()
         return results
     finally:
+        outputs.unlock(Path(config.output).expanduser() / outputs.LOCK)
         end_processes(accelerator)
 
 
@@ -92,13 +93,13 @@ def _in_first_process(accelerator: Accelerator, do: Callable[[], None]) -> None:
         raise OutputError(said[0])
 
 
-def _finished(folder: Path) -> dict[str, Any] | None:
-    """Returns the result of a finished arm, which is the last file written; None if it is not finished."""
+def _finished(folder: Path, epochs: int) -> dict[str, Any] | None:
+    """Returns the result of a model that was trained for these epochs; it is the last file written."""
     try:
         found: dict[str, Any] = json.loads((folder / outputs.RESULT).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found
+    return found if found.get("epochs") == epochs else None
 
 
 def _rows(folder: Path) -> list[dict[str, Any]]:
@@ -122,6 +123,11 @@ class FinetunedArm:
         self.ema = self._average(model)
         train, self.evaluation = accelerator.prepare(loaders.train, loaders.eval)
         batches = Loaders(train, loaders.order, self.evaluation)
+        self.notes = splits.notes()
+        if batches.left_out:
+            self.notes.append(
+                f"each epoch leaves out {batches.left_out} examples, which do not fill a batch; others each time"
+            )
         # Only for the solver; the average of the weights was copied above and needs none.
         additions = Additions(config.proxprop, config.regularizer) if name == "solver" else Additions()
         mixup = None if config.mixup is None else (config.mixup, len(splits.classes))
@@ -172,6 +178,8 @@ class FinetunedArm:
         if resume:
             self._resume()
         self._write_rows()
+        for note in self.notes if not progress.step else ():
+            self._say(f"{self.name}: {note}.")
         self.loop.run()
         scores = self._scores("final", self.config.trials)
         model, place = self.loop.inner if self.ema is None else self.ema.module, self.folder / outputs.MODEL
@@ -180,6 +188,7 @@ class FinetunedArm:
         result = {
             **asdict(scores),
             "train_loss": progress.rows[-1]["train_loss"],
+            "epochs": self.config.epochs,
             "steps": progress.step,
             "seconds": round(progress.seconds, 2),
             "parameters": parameters,

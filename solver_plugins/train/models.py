@@ -39,7 +39,27 @@ def build_model(config: FinetuneConfig, splits: Splits) -> nn.Module:
         model = load_model(section.spec, section.pretrained, **args)
         _load_own(model, section)
     _check_classes(model, classes)
+    published = getattr(model, "pretrained_cfg", {}).get("num_classes")
+    if section.pretrained and section.spec.startswith("timm/") and published != classes:
+        set_head(model, section.head_init)
     return model.to(DTYPES[section.dtype])
+
+
+def set_head(model: Any, how: str) -> None:
+    """Draws the weights of a timm model's classifier: 'reset' small and random, 'zero', or 'library' to keep them.
+
+    timm draws the classifier of some families ten times as large as ``reset_classifier`` does, which costs a short
+    finetune many points.
+    """
+    if how == "library":
+        return
+    heads = model.get_classifier()
+    for head in heads if isinstance(heads, (tuple, list)) else (heads,):
+        for layer in head.modules():
+            if isinstance(layer, (nn.Linear, nn.Conv2d)):
+                layer.reset_parameters()
+                for parameter in layer.parameters(recurse=False) if how == "zero" else ():
+                    nn.init.zeros_(parameter)
 
 
 def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.Module:
@@ -54,6 +74,12 @@ def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.
         return _load(plain, state, section)
     model: Any = _load(load_model(section.spec, num_classes=rows, **args), state, section)
     model.reset_classifier(classes)
+    if section.head_init == "library":
+        raise ModelError(
+            "model.head_init='library' is about weights that the library loads; with model.weights expected 'reset' or "
+            "'zero'."
+        )
+    set_head(model, section.head_init)
     return model
 
 

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2  # type: ignore[attr-defined]
+from timm.optim import create_optimizer_v2, list_optimizers  # type: ignore[attr-defined]
 from timm.scheduler.scheduler_factory import create_scheduler_v2
 from torch import nn
 
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.train.config import OptimizerSection, ScheduleSection
 
 
@@ -43,7 +43,11 @@ def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Opt
             **section.args,
         )  # fmt: skip
     except (ValueError, TypeError, RuntimeError, AssertionError) as error:
-        raise OptionError(f"timm cannot make the optimizer {section.opt!r} with {section.args}: {error}") from error
+        known = [str(name) for name in list_optimizers()]
+        near = "" if section.opt in known else did_you_mean(section.opt, known).partition(" Options:")[0]
+        raise OptionError(
+            f"timm cannot make the optimizer {section.opt!r} with {section.args}: {error}.{near}"
+        ) from error
     return made
 
 

@@ -4,9 +4,12 @@ import contextlib
 import json
 import os
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import OutputError
@@ -19,6 +22,7 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 RESULT = "result.json"
+LOCK = "run.lock"
 ARMS = ("solver", "baseline", "plain")
 _FREE = {"output", "trackers", "checkpoints"}
 """What may differ between a run and its continuation."""
@@ -33,6 +37,7 @@ def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
     place = Path(config.output).expanduser()
     if not holds_run(place, CONFIG, "finetune", "output="):
         return
+    check_unlocked(place / LOCK)
     if not (resume or overwrite):
         raise OutputError(
             f"The output folder {str(place)!r} already holds a run: continue it with --resume, replace it with "
@@ -40,8 +45,11 @@ def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
         )
     if resume:
         before, now = FinetuneConfig.from_file(place / CONFIG).options(), config.options()
+        if config.epochs > before["epochs"]:
+            # A run may go on for longer than it was planned for.
+            before["epochs"] = config.epochs
         kept = [key for key in now if key not in _FREE]
-        advice = "use the same config, or --overwrite"
+        advice = "use the config it was started with, or replace the run with --overwrite"
         check_same(place, {key: before[key] for key in kept}, {key: now[key] for key in kept}, advice)
 
 
@@ -53,10 +61,10 @@ def holds_run(place: Path, marker: str, command: str, option: str) -> bool:
     """
     if place.exists() and not place.is_dir():
         raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")
-    held = sorted(path.name for path in place.iterdir()) if place.is_dir() else []
+    held = sorted(path.name for path in place.iterdir() if path.name != LOCK) if place.is_dir() else []
     if held and marker not in held:
         raise OutputError(
-            f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is no run of {command}: choose "
+            f"The output folder {str(place)!r} holds {', '.join(held[:5])}, which is not a run of {command}: choose "
             f"another {option}."
         )
     return bool(held)
@@ -66,11 +74,14 @@ def check_same(place: Path, before: dict[str, Any], now: dict[str, Any], advice:
     """Raises OutputError, with this advice, unless the run in a folder has the options of the one to continue it."""
     different = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if different:
-        key = different[0]
-        raise OutputError(
-            f"The run in {str(place)!r} has another {', '.join(different)} (there {key}: {before.get(key)!r}, now "
-            f"{now.get(key)!r}), so it cannot be continued; {advice}."
-        )
+        told = "; ".join(f"{key} was {_short(before.get(key))} and is now {_short(now.get(key))}" for key in different)
+        raise OutputError(f"The run in {str(place)!r} was started with other options ({told}), so it cannot be "
+                          f"continued: {advice}.")  # fmt: skip
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def remove_run(place: Path, *names: str) -> None:
@@ -101,18 +112,68 @@ def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
 
 
 def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> None:
-    """Makes the output folder, with nothing but the config and the data's identity; keeps a run to continue."""
+    """Makes and locks the output folder, with nothing but the config and the data's identity; keeps a run to continue.
+
+    Raises:
+        OutputError: If another process works in the folder.
+    """
     place = Path(config.output).expanduser()
+    place.mkdir(parents=True, exist_ok=True)
+    lock(place / LOCK)
     if (place / CONFIG).is_file():
         if resume:
+            write_whole(place / CONFIG, config.to_yaml())
             if not (place / DATA).is_file():
                 # The run was killed between writing the two files.
                 write_whole(place / DATA, json.dumps(data))
             return
         remove_run(place, *ARMS, "logs", RESULTS, REPORT, DATA, CONFIG)
-    place.mkdir(parents=True, exist_ok=True)
     write_whole(place / CONFIG, config.to_yaml())
     write_whole(place / DATA, json.dumps(data))
+
+
+def check_unlocked(path: Path) -> None:
+    """Checks that no living process holds a lock.
+
+    Raises:
+        OutputError: If one does, or if it cannot be told because it runs on another machine.
+    """
+    try:
+        held = json.loads(path.read_text(encoding="utf-8"))
+        pid, host, started = int(held["pid"]), str(held["host"]), float(held["started"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if host != socket.gethostname():
+        raise OutputError(
+            f"Process {pid} on {host!r} works in {str(path.parent)!r}. If it has ended, remove {str(path)!r}."
+        )
+    # A number that was given to a newer process does not hold the lock.
+    alive = psutil.pid_exists(pid) and abs(psutil.Process(pid).create_time() - started) < 1
+    if alive and pid != os.getpid():
+        raise OutputError(
+            f"Process {pid} works in {str(path.parent)!r}: wait until it has ended, stop it, or choose another output=."
+        )
+
+
+def lock(path: Path) -> None:
+    """Writes down that this process works in a folder; raises as :func:`check_unlocked`."""
+    check_unlocked(path)
+    own = {"pid": os.getpid(), "host": socket.gethostname(), "started": psutil.Process().create_time()}
+    with contextlib.suppress(FileNotFoundError):
+        path.unlink()
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            json.dump(own, file)
+    except FileExistsError:
+        check_unlocked(path)
+        raise OutputError(f"Another process has just begun to work in {str(path.parent)!r}.") from None
+
+
+def unlock(path: Path) -> None:
+    """Removes the lock of this process, if it holds it."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        if json.loads(path.read_text(encoding="utf-8"))["pid"] == os.getpid():
+            path.unlink()
 
 
 @contextlib.contextmanager

@@ -62,11 +62,13 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         lines = [
             f"data: {config.data.name}: {len(splits.train)} examples to train on, {len(splits.eval)} to evaluate on, "
             f"{len(splits.classes)} classes{size}",
+            *(f"note: {note}" for note in splits.notes()),
             f"model: {config.model.spec} ({type(model).__name__}), {parameters:,} parameters, {config.model.dtype}",
             f"runs: {', '.join(arms_of(config))}",
             f"steps: {config.epochs} epochs of {steps} = {config.epochs * steps} for each run, "
             f"{config.batch_size} examples each ({accelerator.num_processes} processes x {config.accumulation} passes "
-            f"x {config.batch_size // accelerator.num_processes // config.accumulation})",
+            f"x {config.batch_size // accelerator.num_processes // config.accumulation})"
+            + (f"; {loaders.left_out} examples that do not fill a batch are left out" if loaders.left_out else ""),
             f"optimizer: {type(optimizer).__name__}, lr {config.optimizer.lr:g}, "
             + ("constant" if config.schedule is None else f"schedule {config.schedule.sched}"),
             *added,

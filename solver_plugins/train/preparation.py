@@ -1,11 +1,12 @@
 """Turns images and texts into what a model takes: timm's transforms, and the model's tokenizer."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import ImageOps
+from PIL.Image import Resampling
 
 from solver_plugins.errors import OptionError
 from solver_plugins.train.config import FinetuneConfig
@@ -15,14 +16,19 @@ _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
 
 class ImageTransform:
-    """Converts an image to the model's channels and transforms it; a class, so that it can be sent to workers."""
+    """Turns a PIL image upright, converts it to the model's channels and transforms it.
+
+    It is a class, so that it can be sent to workers. Training, evaluation and prediction all prepare images with it.
+    """
 
     def __init__(self, mode: str, transform: Callable[[Any], Any]):
         self.mode, self.transform = mode, transform
 
     def __call__(self, image: Any) -> Any:
         """Returns the tensor of a PIL image."""
-        return self.transform(image if image.mode == self.mode else image.convert(self.mode))
+        # A photo may be stored sideways, with a note how to turn it.
+        upright = ImageOps.exif_transpose(image)
+        return self.transform(upright if upright.mode == self.mode else upright.convert(self.mode))
 
 
 def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]:
@@ -35,16 +41,8 @@ def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any
     from timm.data.transforms_factory import create_transform
 
     known = image_settings(config, model)
-    channels, height, width = known["input_size"]
-    if channels not in _MODES:
-        raise DataError(f"Expected a model for images of 1, 3 or 4 channels; this one takes {channels}.")
-    plain = {
-        "input_size": (channels, height, width),
-        "mean": known["mean"],
-        "std": known["std"],
-        "interpolation": known["interpolation"],
-    }
-    evaluation = create_transform(**plain, is_training=False, crop_pct=known["crop_pct"])
+    evaluation = evaluation_transform(known)
+    plain = {key: known[key] for key in ("input_size", "mean", "std", "interpolation")}
     if config.augmentation is None:
         train = create_transform(**plain, is_training=True, no_aug=True)
     else:
@@ -60,8 +58,25 @@ def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any
                 "Expected augmentation.auto_augment to be a policy of timm, such as 'rand-m9-mstd0.5', 'augmix-m3', "
                 f"'original' or 'v0', or null for none; found {chosen['auto_augment']!r} ({error!r})."
             ) from None
-    mode = _MODES[channels]
-    return ImageTransform(mode, train), ImageTransform(mode, evaluation), collate_images
+    return ImageTransform(evaluation.mode, train), evaluation, collate_images
+
+
+def evaluation_transform(known: dict[str, Any]) -> ImageTransform:
+    """Returns the transform for evaluation and prediction.
+
+    Args:
+        known: ``input_size``, ``mean``, ``std``, ``interpolation`` and ``crop_pct``.
+
+    Raises:
+        DataError: If images of that many channels cannot be read.
+    """
+    from timm.data.transforms_factory import create_transform
+
+    channels = known["input_size"][0]
+    if channels not in _MODES:
+        raise DataError(f"Expected a model for images of 1, 3 or 4 channels; this one takes {channels}.")
+    chosen = {key: known[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")}
+    return ImageTransform(_MODES[channels], create_transform(**chosen, is_training=False))
 
 
 def image_settings(config: FinetuneConfig, model: Any) -> dict[str, Any]:
@@ -79,6 +94,7 @@ def image_settings(config: FinetuneConfig, model: Any) -> dict[str, Any]:
         channels, size = getattr(settings, "num_channels", 3), getattr(settings, "image_size", 224)
         size = (size, size) if isinstance(size, int) else tuple(size)
         known = {"mean": (0.5,), "std": (0.5,), "interpolation": "bicubic", "crop_pct": 1.0, **_processor(config)}
+        size = known.pop("size", size)
     if given.image_size is not None:
         size = (given.image_size, given.image_size)
     for key in ("mean", "std"):
@@ -106,13 +122,41 @@ def remember_data(config: FinetuneConfig, model: Any, classes: tuple[str, ...]) 
 
 
 def _processor(config: FinetuneConfig) -> dict[str, Any]:
-    """Returns mean and deviation from a transformers folder's image processor, if it has one."""
-    file = Path(config.model.spec.removeprefix("hf/")).expanduser() / "preprocessor_config.json"
+    """Returns how a model of transformers wants its images; nothing for random weights without a processor.
+
+    Raises:
+        DataError: If trained weights come without an image processor, and the config does not say mean and deviation.
+    """
+    from transformers import AutoImageProcessor
+
+    source = Path(config.model.spec.removeprefix("hf/")).expanduser()
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return {"mean": tuple(found["image_mean"]), "std": tuple(found["image_std"])}
-    except (OSError, ValueError, KeyError, TypeError):
+        found: Any = AutoImageProcessor.from_pretrained(str(source))
+    except (OSError, ValueError) as error:
+        trained = config.model.pretrained or any(source.glob("*.safetensors"))
+        if trained and (config.data.mean is None or config.data.std is None):
+            raise DataError(
+                f"Expected an image processor beside the weights of {str(source)!r}, which says how its images are "
+                f"normalised; reading it: {summary_of(error)} Save it there, or set data.mean and data.std."
+            ) from None
         return {}
+    return processor_settings(found)
+
+
+def processor_settings(processor: Any) -> dict[str, Any]:
+    """Returns mean, deviation, size and interpolation that an image processor of transformers asks for."""
+    size: Any = getattr(processor, "crop_size", None) or processor.size
+    height = size.get("height") or size.get("shortest_edge")
+    width = size.get("width") or height
+    found: dict[str, Any] = {
+        "mean": tuple(processor.image_mean) if processor.do_normalize else (0.0,),
+        "std": tuple(processor.image_std) if processor.do_normalize else (1.0,),
+    }
+    if height:
+        found["size"] = (height, width)
+    if processor.resample is not None:
+        found["interpolation"] = Resampling(processor.resample).name.lower()
+    return found
 
 
 def collate_images(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -93,10 +93,10 @@ def test_output_folders(finished, tmp_path):
     folder, config, _ = finished
     with pytest.raises(OutputError, match=r"--resume.*--overwrite"):
         finetune(config)
-    with pytest.raises(OutputError, match=r"another seed \(there seed: 0, now 1\)"):
+    with pytest.raises(OutputError, match=r"seed was 0 and is now 1"):
         finetune(tiny(folder, baseline=True, epochs=2, seed=1), resume=True)
     (tmp_path / "letters.txt").write_text("dear")
-    with pytest.raises(OutputError, match=r"holds letters.txt, which is no run"):
+    with pytest.raises(OutputError, match=r"holds letters.txt, which is not a run"):
         finetune(tiny(tmp_path), overwrite=True)
     assert (tmp_path / "letters.txt").read_text() == "dear"
 
