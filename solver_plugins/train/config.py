@@ -250,7 +250,9 @@ class FinetuneConfig(StrictConfig):
     def _name_of_solver(self, solver: Any, write: pydantic.SerializerFunctionWrapHandler) -> Any:
         """Writes the solver's name as the key that configs use, so that ``solver.name=fista`` replaces it."""
         written = write(solver)
-        return written if written is None else {"name": written.pop("solver"), **written}
+        if written is None:
+            return None
+        return {"name": solver.solver, **{key: value for key, value in written.items() if key != "solver"}}
 
     @property
     def changes(self) -> bool:
