@@ -218,7 +218,7 @@ class SolverBlock(Scaled):
         return Constants(constant, gram, self.collapsed, self.residual if self.solver.implicit else None)
 
     def _scale(self) -> Scale:
-        return Scale(self.channel_gain, self.channel_shift, self.blend, self.observer)
+        return Scale(self.channel_gain, self.channel_shift, self.blend, observer=self.observer)
 
     def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
         """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.
@@ -260,7 +260,8 @@ class SolverBlock(Scaled):
         kernel = self._kernel()
         operator = operator_from_kernel(kernel, self.geometry, input.shape)
         # In training one Gram matrix serves the step size and the solve.
-        fresh = fresh_gram(self.solver, self.prior, operator, input.shape) if self.training else None
+        scale = self._scale()
+        fresh = fresh_gram(self.solver, self.prior, operator, input.shape, scale) if self.training else None
         # First: it may find that the weights have moved, and drop the Gram matrix.
         constant = self._current_L(kernel, fresh) if self.solver.needs_constant else self.L
         constants, plain = self._constants(constant, fresh if self.training else self.gram), super().forward
@@ -271,7 +272,7 @@ class SolverBlock(Scaled):
             problem,
             self.solver,
             constants,
-            self._scale(),
+            scale,
             output=self.output,
             training=self.training,
             generator=generator,

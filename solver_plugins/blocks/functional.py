@@ -15,6 +15,7 @@ from solver_plugins.solve import (
     Constants,
     Diagnostics,
     OutputKind,
+    Scale,
     Solver,
     check_combination,
     check_rank,
@@ -105,6 +106,7 @@ def solve_layer(
     lipschitz: Tensor | float | None = None,
     diagonal: Tensor | None = None,
     skip: Tensor | None = None,
+    scale: Scale | None = None,
     output: OutputKind = "argument",
     training: bool = True,
     generator: torch.Generator | None = None,
@@ -124,6 +126,7 @@ def solve_layer(
         lipschitz: ``lambda_max(A A^T)``, with the diagonal; computed with a certificate if not given.
         diagonal: A scale ``d`` per output feature (a folded norm): ``A`` becomes ``diag(d) A``.
         skip: Added to the bias: a skip connection that ends before the activation.
+        scale: Gain, shift, blend and gate, as :class:`~solver_plugins.solve.Scale` says.
         output: "argument" of the activation (default) or its "value".
         training: Whether a sampling solver samples (see its ``eval_mode`` for False).
         generator: Source of the draws; the global one by default.
@@ -160,7 +163,7 @@ def solve_layer(
     constants = Constants(constant)
     problem = pose_problem(made, prior, operator, input, constants, layer, bias=bias, skip=skip)
     result, diagnostics = solve_block(
-        problem, made, constants, output=output, training=training, generator=generator, diagnose=diagnose
+        problem, made, constants, scale, output=output, training=training, generator=generator, diagnose=diagnose
     )
     return (result, diagnostics) if diagnostics is not None else result
 

@@ -12,9 +12,9 @@ from solver_plugins.solve.base import (
     SolverConfig,
     State,
 )
-from solver_plugins.solve.block import Constants, fresh_gram, pose_problem, solve_block
-from solver_plugins.solve.checks import Activation, OutputKind, check_combination, check_rank, make_solver
-from solver_plugins.solve.collapse import Collapsed
+from solver_plugins.solve.block import Constants, affine_map, fresh_gram, pose_problem, solve_block
+from solver_plugins.solve.checks import Activation, OutputKind, check_combination, check_gate, check_rank, make_solver
+from solver_plugins.solve.collapse import Affine, Collapsed
 from solver_plugins.solve.conjugate import conjugate_gradients
 from solver_plugins.solve.fista import FISTA
 from solver_plugins.solve.implicit import refuse_second_derivative, solve_implicit, with_adjoint
@@ -26,7 +26,7 @@ from solver_plugins.solve.proxsg import ProxSG
 from solver_plugins.solve.rcd import RCD
 from solver_plugins.solve.recursion import Momentum, Recursion, Samples
 from solver_plugins.solve.s2gd import S2GD
-from solver_plugins.solve.scale import Observer, Scale
+from solver_plugins.solve.scale import GateKind, Observer, Scale
 from solver_plugins.solve.svrg import SVRG
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "S2GD",
     "SVRG",
     "Activation",
+    "Affine",
     "Anderson",
     "BlockProblem",
     "Collapsed",
@@ -43,6 +44,7 @@ __all__ = [
     "DeterministicConfig",
     "Diagnostics",
     "Draws",
+    "GateKind",
     "Momentum",
     "Observer",
     "OutputKind",
@@ -58,7 +60,9 @@ __all__ = [
     "Solver",
     "SolverConfig",
     "State",
+    "affine_map",
     "check_combination",
+    "check_gate",
     "check_rank",
     "conjugate_gradients",
     "fresh_gram",

@@ -75,7 +75,7 @@ class Anderson(Solver):
         x = None if state is None else self.value(problem, state)
         image = problem.first(step) if x is None else problem.descend(x, problem.gradient(x), step)
         flat_image = image.flatten(flat_dims)
-        moved = self.value(problem, State(image, step))
+        moved = self.value(problem, State(problem.gated(image), step))
         # Under autocast an activation with parameters returns a half.
         residual = (moved if x is None else moved - x).to(image.dtype).flatten(flat_dims)
         size = residual.detach().square().sum(-1, keepdim=True)

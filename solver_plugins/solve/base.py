@@ -5,7 +5,7 @@ A new solver is one file: derive a config and a final class, write ``step``, dec
 
 import abc
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import pydantic
@@ -239,6 +239,13 @@ class Solver(abc.ABC):
             iteration: Counted from zero.
             draws: Where random numbers come from; None asks for full gradients instead of sampled ones.
         """
+
+    def gated(self, problem: BlockProblem, state: Any) -> Any:
+        """Returns the state after an iteration, with a gate on its ``v``: ``v_1 + a (v - v_1)``.
+
+        A solver whose states hold more than that of the new iterate gates its own ``v`` before, and says so here.
+        """
+        return replace(state, v=problem.gated(state.v))
 
     def value(self, problem: BlockProblem, state: Any) -> Tensor:
         """Returns the iterate ``x``."""

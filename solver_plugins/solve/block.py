@@ -9,12 +9,13 @@ from torch import Tensor
 
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import LinearMap, LinearOperator, product_dtype
-from solver_plugins.prox import Prior
+from solver_plugins.prox import IdentityPrior, Prior
 from solver_plugins.solve.arithmetic import symmetric_product, times
 from solver_plugins.solve.base import Draws, SamplingSolver, Solver
-from solver_plugins.solve.checks import check_input
+from solver_plugins.solve.checks import check_gate, check_input
 from solver_plugins.solve.collapse import Affine, Collapsed, applied, collapse, collapse_output, multiplied, scaled
 from solver_plugins.solve.implicit import solve_implicit
+from solver_plugins.solve.layout import is_matrix
 from solver_plugins.solve.loop import Diagnostics, Solution, solve
 from solver_plugins.solve.paths import path_for
 from solver_plugins.solve.problem import BlockProblem, working_dtype
@@ -99,7 +100,9 @@ def pose_problem(
     )
 
 
-def fresh_gram(solver: Solver, prior: Prior, operator: LinearOperator, shape: torch.Size) -> Tensor | None:
+def fresh_gram(
+    solver: Solver, prior: Prior, operator: LinearOperator, shape: torch.Size, scale: Scale | None = None
+) -> Tensor | None:
     """Returns ``A A^T``, recorded nowhere, if a solve in training will multiply by it; None if not.
 
     The step size can use it, too. Gradients of the weight do not come through it.
@@ -109,6 +112,7 @@ def fresh_gram(solver: Solver, prior: Prior, operator: LinearOperator, shape: to
         prior: The prior.
         operator: ``A``.
         shape: Of the input.
+        scale: That of the block.
     """
     if solver.recursion is None or prior.learnable or prior.opaque or not isinstance(operator, LinearMap):
         return None
@@ -116,11 +120,62 @@ def fresh_gram(solver: Solver, prior: Prior, operator: LinearOperator, shape: to
     if operator.diagonal is not None or product_dtype(weight) != working_dtype(weight.dtype):
         return None
     sampling = solver.samples != "nothing"
-    path = path_for(solver, operator, math.prod(shape[:-1]), sampling=sampling, prior=prior)
+    gate = None if scale is None else scale.gate_kind
+    path = path_for(solver, operator, math.prod(shape[:-1]), sampling=sampling, prior=prior, gate=gate)
     if path != "gram" and (path != "collapsed" or weight.shape[0] > weight.shape[1]):
         return None
     with torch.no_grad():
         return symmetric_product(weight.detach())
+
+
+def affine_map(
+    solver: Solver,
+    prior: Prior,
+    operator: LinearOperator,
+    bias: Tensor | None,
+    constants: Constants,
+    scale: Scale | None = None,
+) -> Affine:
+    """Returns the weight and the bias of the plain layer that computes what a block computes in evaluation.
+
+    Gain, shift, blend and gate are part of both. So is the diagonal of a folded norm, which scales the rows of the
+    weight; ``bias`` is then what the norm adds. Both are in the working precision, the weight shaped like the layer's.
+
+    Args:
+        solver: The solver.
+        prior: The prior.
+        operator: ``A``, on inputs of any size that the layer takes.
+        bias: One number per output feature, or None.
+        constants: What is known about ``A``.
+        scale: What is done to the result.
+
+    Raises:
+        OptionError: If the block is not affine in evaluation; the message says why.
+    """
+    scale, recursion = Scale() if scale is None else scale, solver.recursion
+    reason = ""
+    if not isinstance(prior, IdentityPrior):
+        reason = f"its prior {prior.name!r} is not linear"
+    elif solver.samples != "nothing" and solver.samples_in_evaluation:
+        reason = "its evaluation is stochastic; use eval_mode='deterministic'"
+    elif recursion is None or recursion.momenta(solver.config.iters) is None:
+        reason = f"the iterations of {solver!r} depend on the input"
+    elif not is_matrix(operator):
+        reason = "the windows of its convolution overlap, so that A A^T is not the same at the border"
+    elif scale.shift is not None and bias is None:
+        reason = "it has a shift, and the layer has no bias that could hold it"
+    if reason:
+        raise OptionError(f"Expected a block that is affine in evaluation; found one that is not: {reason}.")
+    nothing = operator.weight.new_empty(0)
+    problem = pose_problem(solver, prior, operator, nothing, constants, lambda: nothing, bias=bias)
+    problem.gate = None if scale.gate is None else scale.gate.to(problem.dtype)
+    return _scaled_map(problem, solver, scale, constants.gram)
+
+
+def _scaled_map(problem: BlockProblem, solver: Solver, scale: Scale, gram: Tensor | None) -> Affine:
+    weight, bias = problem.operator.folded().weight.to(problem.dtype), problem.bias
+    first = Affine(times(weight, problem.step), None if bias is None else times(bias.reshape(-1), problem.step))
+    return scaled(scale, first, collapse(solver, problem, gram))
 
 
 def solve_block(
@@ -154,7 +209,10 @@ def solve_block(
     if isinstance(solver, SamplingSolver) and solver.recursion is not None and not diagnose:
         sampling = sampling and solver.thins(operator)
     draws = Draws(generator) if sampling else None
-    tensors = (operator.weight, operator.diagonal, problem.bias)
+    if scale.gate is not None:
+        check_gate(solver, prior, scale.gate_kind or "scalar")
+        problem = replace(problem, gate=scale.gate.to(problem.dtype))
+    tensors = (operator.weight, operator.diagonal, problem.bias, scale.gate)
     recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
     # In training a Gram matrix is that of this very pass.
     gram = None if not training and recorded else constants.gram
@@ -173,6 +231,7 @@ def solve_block(
             known=problem.known,
             # With gradients, too, so that evaluation computes the same numbers.
             kept=not training and constants.collapsed is not None,
+            gate=scale.gate_kind,
         )
     )
     if path == "collapsed":
@@ -221,12 +280,12 @@ def _collapsed(
         return (collapse_output(solver, problem, gram),)
 
     def form() -> tuple[Affine]:
-        weight, bias = operator.folded().weight.to(problem.dtype), problem.bias
-        first = Affine(times(weight, problem.step), None if bias is None else times(bias.reshape(-1), problem.step))
-        return (scaled(Scale() if observed else scale, first, collapse(solver, problem, gram)),)
+        return (_scaled_map(problem, solver, Scale() if observed else scale, gram),)
 
     if problem.known:
-        last = multiplied(problem, (whole() if keeper is None else keeper.get(problem, Scale(), whole))[0])
+        last = multiplied(
+            problem, (whole() if keeper is None else keeper.get(problem, Scale(gate=scale.gate), whole))[0]
+        )
     else:
         last = applied(
             operator, problem.input, (form() if keeper is None or observed else keeper.get(problem, scale, form))[0]

@@ -11,7 +11,8 @@ from solver_plugins.errors import InputError, NoMinimizerError, NoMinimizerWarni
 from solver_plugins.operators import Geometry, LinearOperator, autocasts
 from solver_plugins.prox import Prior
 from solver_plugins.registry import SOLVERS
-from solver_plugins.solve.base import Solver
+from solver_plugins.solve.base import SamplingSolver, Solver
+from solver_plugins.solve.scale import GateKind
 
 Activation = nn.Module | Callable[..., Tensor] | str | Prior | None
 OutputKind = Literal["argument", "value"]
@@ -63,6 +64,37 @@ def check_combination(
     if solver.implicit:
         raise NoMinimizerError(f"{reason}. An implicit gradient does not exist there.")
     warn(f"{reason}.", NoMinimizerWarning)
+
+
+def check_gate(solver: Solver, prior: Prior, gate: GateKind) -> None:
+    """Checks that a gate can be put on a solver: at zero it must leave the plain layer, in between a convex problem.
+
+    Raises:
+        OptionError: If it cannot.
+    """
+    config = solver.config
+    # One number per channel divides the prior of that channel: one that couples channels has no such problem.
+    reason = ""
+    if config.iters == 1:
+        reason = "one iteration is the plain layer, whatever the gate, which would get no gradient; use iters=2 or more"
+    elif config.formulation == "paper":
+        reason = "with formulation='paper' one iteration is not the plain layer; use formulation='normalized'"
+    elif gate == "channel" and not prior.separable:
+        reason = f"the prior {prior.name!r} couples the channels; use gate='scalar'"
+    elif gate == "channel" and solver.implicit:
+        reason = (
+            "gradient='implicit' solves with a symmetric matrix, which a gate per channel does not leave; use "
+            "gate='scalar' or gradient='unrolled'"
+        )
+    elif isinstance(solver, SamplingSolver) and solver.decays and not prior.scale_free:
+        reason = (
+            f"step={config.step!r} takes smaller steps, and the proximal map of {prior.name!r} depends on the step, so "
+            "that a closed gate would not be the plain layer; use step='constant'"
+        )
+    elif type(solver).value is not Solver.value and type(solver).gated is Solver.gated:
+        reason = "its iterate is not that of its state's v; override gated(), too, and gate v within step()"
+    if reason:
+        raise OptionError(f"A {gate} gate does not go with {solver.name}: {reason}.")
 
 
 def check_rank(solver: Solver, prior: Prior, kernel: Tensor) -> None:

@@ -5,8 +5,10 @@ With ``g = 0`` every iterate is a polynomial in ``A A^T`` times ``c = A u + b``,
     v_T = P (A u + b),     P A = A Q,     P = p(A A^T),  Q = p(A^T A),
 
 so that ``W_T = P A = A Q`` and ``b_T = P b`` are formed on the smaller side. With constant steps and without momentum
-``p`` is a geometric sum, which takes a few products by doubling; else the iterations run on the matrix. Gradients go
-through the small matrices. In evaluation the result is kept, and the block costs what the plain layer costs.
+``p`` is a geometric sum, which takes a few products by doubling; else the iterations run on the matrix. A gate that is
+one number commutes with all that; one per feature does not, and the iterations run on ``P``, or on ``A`` and ``b``,
+whichever is smaller. Gradients go through the small matrices. In evaluation the result is kept, and the block costs
+what the plain layer costs.
 """
 
 import functools
@@ -54,7 +56,11 @@ def collapse(solver: Solver, problem: BlockProblem, gram: Tensor | None = None) 
     with autocast_off(operator.weight.device):
         matrix = matrix_of(operator, operator.weight.to(problem.dtype))
         bias = None if problem.bias is None else problem.bias.reshape(*matrix.shape[:-1])
-        if matrix.shape[-2] <= matrix.shape[-1]:
+        if matrix.shape[-2] > matrix.shape[-1] and state.per_feature:
+            affine = matrix if bias is None else torch.cat([matrix, bias.unsqueeze(-1)], -1)
+            affine = state.run(lambda y: matrix @ (matrix.mT @ y), affine)
+            weight, bias = affine[..., : matrix.shape[-1]], None if bias is None else affine[..., -1]
+        elif matrix.shape[-2] <= matrix.shape[-1]:
             small = state.of(_Gram.apply(matrix, gram))
             weight = small @ matrix
             bias = None if bias is None else (small @ bias.unsqueeze(-1)).squeeze(-1)
@@ -139,16 +145,22 @@ class _Polynomial:
         assert momenta is not None
         self.recursion: Recursion = recursion
         self.momenta: tuple[float, ...] = momenta
-        unit = problem.formulation == "normalized"
+        unit, gate = problem.formulation == "normalized", problem.gate
+        self.per_feature = gate is not None and gate.dim() > 0
+        if gate is not None and gate.dim():
+            gate = gate.reshape(*matrix_of(problem.operator, problem.operator.weight).shape[:-1], 1)
+        self.gate = gate
         self.numbers = Numbers(problem.smoothness, recursion, self.iterations, unit=unit, lam=problem.lam)
 
     def of(self, gram: Tensor) -> Tensor:
         """Returns ``p`` of a symmetric matrix."""
         numbers = self.numbers
-        if self.recursion.factor is None and not any(self.momenta) and not self.recursion.inertia:
+        constant = self.recursion.factor is None and not any(self.momenta) and not self.recursion.inertia
+        if constant and not self.per_feature:
             step = with_diagonal(gram * -(numbers.scale * numbers.steps[0]), numbers.kept[0])
+            step = step if self.gate is None else step * self.gate
             return times(power_sum(step, self.iterations), numbers.steps[0])
-        return self._run(lambda y: gram @ y, with_diagonal(torch.zeros_like(gram), 1.0))
+        return self.run(lambda y: gram @ y, with_diagonal(torch.zeros_like(gram), 1.0))
 
     def times_vector(self, matrix: Tensor, gram: Tensor, b: Tensor) -> Tensor:
         """Returns ``p(A A^T) b = q b + A w``, whose iterations need nothing larger than ``A^T A`` (``gram``)."""
@@ -160,19 +172,20 @@ class _Polynomial:
             moved = image * y[..., :1, 0] + (gram @ y[..., 1:, :]).squeeze(-1)
             return torch.cat([zero, moved], -1).unsqueeze(-1)
 
-        found = self._run(step, start)
+        found = self.run(step, start)
         return found[..., :1, 0] * b + (matrix @ found[..., 1:, :]).squeeze(-1)
 
-    def _run(self, product: Any, source: Tensor) -> Tensor:
+    def run(self, product: Any, source: Tensor) -> Tensor:
         """Takes the iterations on a matrix, or a vector, in the place of ``x``."""
         numbers, before = self.numbers, None
-        x = times(source, numbers.steps[0])
+        x = first = times(source, numbers.steps[0])
         for k in range(1, self.iterations):
             moved = x if before is None else x - before
             y = x + self.momenta[k - 1] * moved if self.momenta[k - 1] else x
             rate = numbers.steps[k] * numbers.scale
             v = y * numbers.kept[k] - product(y) * rate + times(source, numbers.steps[k])
-            before, x = x, v + self.recursion.inertia * moved if self.recursion.inertia else v
+            v = v + self.recursion.inertia * moved if self.recursion.inertia else v
+            before, x = x, v if self.gate is None else torch.lerp(first, v, self.gate)
         return x
 
 

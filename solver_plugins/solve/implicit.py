@@ -63,8 +63,9 @@ class AdjointSystem:
         return cls(problem, lambda y: diagonal * y, diagonal)
 
     def smooth(self, y: Tensor) -> Tensor:
-        """Returns ``M y``."""
-        return self.problem.descend(y, self.problem.hessian(y), self.problem.step)
+        """Returns ``M y``, or ``a M y`` behind a gate, which is one number here."""
+        moved = self.problem.descend(y, self.problem.hessian(y), self.problem.step)
+        return moved if self.problem.gate is None else moved * self.problem.gate
 
     def solve(self, w: Tensor, iterations: int) -> Tensor:
         """Solves ``y = w + J M y`` as well as ``iterations`` steps can."""
@@ -199,9 +200,9 @@ def solve_implicit(
         # The state belongs to another step; one plain iteration leads to the fixed point that belongs to this one.
         with torch.no_grad():
             x = solution.value
-            v = problem.descend(x, problem.gradient(x), problem.step)
+            v = problem.gated(problem.descend(x, problem.gradient(x), problem.step))
     x = problem.prior.prox(v, problem.step)
-    image = problem.descend(x, problem.gradient(x), problem.step)
+    image = problem.gated(problem.descend(x, problem.gradient(x), problem.step))
     system = AdjointSystem.at(_detached(solver, problem), v)
     attached = v + with_adjoint(image - image.detach(), lambda w: _adjoint(solver, system, w))
     return Solution(solver, problem, State(attached, problem.step), solution.diagnostics, first)
@@ -236,6 +237,8 @@ def _detached(solver: Solver, problem: BlockProblem) -> BlockProblem:
         bias=None,
         layer=lambda: nothing,
         gram=None,
+        gate=None if problem.gate is None else problem.gate.detach(),
+        start=None,
         _output=None,
     )
     config, batch = solver.config, math.prod(problem.input.shape[: -len(operator.problem_dims)])

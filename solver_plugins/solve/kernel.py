@@ -5,6 +5,8 @@
     G_T = dv_T,     dx_j = sum_k p_kj M_k G_{k+1} + q_kj G_{k+1},     G_k = J_k dx_k,     dc = sum_k f_k G_{k+1} + G_1
 
 ``J_k`` is the derivative of the proximal map, ``v_o`` the step from a reference point; ``dA`` is that of products.py.
+A gate ``a`` makes ``v_1 + a (v_{k+1} - v_1)`` of every ``v_{k+1}`` but those that a reference point is asked for; back
+it is ``a G_{k+1}`` that goes on, ``(1 - a) G_{k+1}`` goes to ``v_1``, and ``<G_{k+1}, v_{k+1} - v_1>`` to ``a``.
 The iterates are kept, ``J_k`` only where the iterate does not tell it (ReLU: its sign does), and ``z_k`` as the rule
 says: one by one, or where layers are small, which take longer to call than to multiply, in one buffer for all
 iterations, where every product writes its result. Where derivatives of higher order are asked for, the backward pass
@@ -29,8 +31,8 @@ Parts = list[tuple[int, Step]]
 
 
 def solve_recursion(given: Given) -> tuple[Tensor, Tensor | None]:
-    """Returns ``v_T``, and ``v_1`` where that is not ``c``; gradients reach ``c``, input, weight and bias."""
-    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given[:4]):
+    """Returns ``v_T``, and ``v_1`` where that is not ``c``; gradients reach all but constants."""
+    if torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in given[:5]):
         return _Solve.apply(*given)[:2]
     # The same operations as with gradients, so that the result is the same to the bit.
     with torch.no_grad():
@@ -127,6 +129,8 @@ def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tu
         if z is not None:
             places[0].copy_(z)
     kept, v, anchor = Kept(weights=state.made.weights), first, first
+    gate = None if given.gate is None else rule.layout.per_feature(given.gate)
+    moved = first.new_empty((again, *first.shape)) if stacked and gate is not None else None
     values: dict[int, Tensor] = {}
     x: Tensor | None = None
     ahead = memory = out = None
@@ -155,15 +159,23 @@ def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tu
         terms = state.terms(k, momentum)
         ahead = combined(terms.point, values)
         base = state.additive(terms.additive) if terms.anchor is None else times(anchor, terms.anchor)
-        v, z = state.made.advance(k, ahead, combined(terms.base, values, base), (slots[k], places[k]))
+        to = slots[k] if moved is None else moved[k - 1]
+        v, z = state.made.advance(k, ahead, combined(terms.base, values, base), (to, places[k]))
         if recursion.reference is not None and k % recursion.reference == 0:
             anchor = v
+        if gate is not None:
+            there, v = v, torch.lerp(first, v, gate)
+            if moved is not None:
+                torch.sub(there, first, out=to)
+            elif keep:
+                kept.moved.append(there - first)
         if keep and not stacked and z is not None and len(kept.images) < rule.images:
             kept.images.append(z)
     if outputs is not None:
         v = _chosen(outputs[again], v, out, prior.zero_argument)
     if stacked:
-        kept = Kept([buffer], images=[] if whole is None else [whole], stacked=True)
+        kept = Kept([buffer], images=[] if whole is None else [whole], moved=[] if moved is None else [moved])
+        kept.stacked = True
     kept.matrix = state.made.matrix
     return v, first, kept
 
@@ -191,7 +203,7 @@ def _advanced(given: Given, keep: bool) -> tuple[Any, ...]:
     """Returns ``v_T``, ``v_1`` of a sampled gradient, and what else the backward pass needs."""
     layout = given.rule.layout
     with autocast_off(given.weight.device):
-        stacked = keep and given.rule.stacked and _has_values(*given[:5])
+        stacked = keep and given.rule.stacked and _has_values(*given[:6])
         v, first, kept = _iterate(given.flattened(), keep, stacked)
         started = None if given.c is not None else layout.back(first if first is not v else v.clone())
         return (layout.back(v), started, *(kept.tensors() if keep else (kept.matrix,)))
@@ -219,13 +231,13 @@ class _Solve(torch.autograd.Function):
         # Looked at once: a checkpointed segment would be computed again for a second look.
         saved, count = ctx.saved_tensors, len(Given._fields) - 1
         given, rest = Given._make((*saved[:count], ctx.rule)), saved[count:]
-        needs = ctx.needs_input_grad[:4]
-        found: list[Tensor | None] = [None] * 4
+        needs = ctx.needs_input_grad[:5]
+        found: list[Tensor | None] = [None] * 5
         if grads[0] is not None or grads[1] is not None:
             recorded = torch.is_grad_enabled() and not torch.compiler.is_compiling()
             with autocast_off(given.weight.device):
                 found = (_recorded if recorded else _backward)(grads[:2], given, rest, needs)
-        return (*found, *(None,) * (count - 3))
+        return (*found, *(None,) * (count - 4))
 
 
 # torch looks the arguments up in every call, which takes as long as a few small products.
@@ -237,10 +249,10 @@ def _recorded(
 ) -> list[Tensor | None]:
     """Returns the gradients as functions of all they depend on, for a derivative of them."""
     # As views: one may have been computed from another, and what reaches it through that is not asked for here.
-    views = [None if one is None else one.view_as(one) for one in given[:4]]
+    views = [None if one is None else one.view_as(one) for one in given[:5]]
     live = [one for one, needed in zip(views, needs, strict=True) if needed and one is not None]
     weights = () if given.rule.samples.chooser is None else Kept.split(rest, given.rule).weights
-    given = Given._make((*views, *given[4:]))._replace(gram=None if needs[2] else given.gram)
+    given = Given._make((*views, *given[5:]))._replace(gram=None if needs[2] else given.gram)
     out = _iterate(given.flattened(), keep=False, weights=weights)[:2]
     pairs = [(given.rule.layout.back(one), above) for one, above in zip(out, grads, strict=True) if above is not None]
     outs, above = zip(*pairs, strict=True)
@@ -251,9 +263,9 @@ def _recorded(
 def _backward(
     grads: Sequence[Tensor | None], whole: Given, rest: Sequence[Any], needs: Sequence[bool]
 ) -> list[Tensor | None]:
-    """Returns the gradients of ``c``, the input, the weight and the bias, those that are needed."""
+    """Returns the gradients of ``c``, the input, the weight, the bias and the gate, those that are needed."""
     rule, layout, given = whole.rule, whole.rule.layout, whole.flattened()
-    values, kept = _has_values(*whole[:5], *grads), Kept.split(rest, rule)
+    values, kept = _has_values(*whole[:6], *grads), Kept.split(rest, rule)
     if rule.low:
         kept = _iterate(given, True, rule.stacked and values, matrix=kept.matrix)[2]
     elif kept.stacked and not values:
@@ -269,7 +281,7 @@ def _backward(
     du = None if du is None or whole.u is None else du.reshape(whole.u.shape).to(whole.u.dtype)
     if whole.bias is not None and additive is not None:
         additive = additive.sum_to_size(whole.bias.shape).to(whole.bias.dtype)
-    return [additive if needs[0] else None, du, dweight, additive if needs[3] else None]
+    return [additive if needs[0] else None, du, dweight, additive if needs[3] else None, found.gate]
 
 
 class _Pulled:
@@ -292,6 +304,10 @@ class _Pulled:
         self.additive: Tensor | None = None
         self.input: Tensor | None = None
         self.owned = False
+        self.first: Tensor | None = None
+        self.gate: Tensor | None = None
+        self.opened = None if given.gate is None else state.rule.layout.per_feature(given.gate)
+        self.moved = list(kept.moved[0].unbind() if kept.stacked and kept.moved else kept.moved)
 
     def run(self, grad: Tensor, grad_first: Tensor | None) -> None:
         """Takes the gradients of ``v_T`` and ``v_1`` back through all iterations."""
@@ -311,6 +327,8 @@ class _Pulled:
         if outputs is not None:
             held, grad = (1 - outputs[again]) * grad, outputs[again] * grad
         for k in range(again, 0, -1):
+            if self.opened is not None:
+                grad = self._gated(k, grad, self.opened)
             if inner is not None and k % inner == 0 and anchored is not None:
                 grad, anchored = grad + anchored, None
             terms = state.terms(k, self._momentum(k))
@@ -332,7 +350,7 @@ class _Pulled:
                 if k > 1:
                     self._pend(k - 1, (1 - outputs[k - 1]) * dx)
                 grad, held = outputs[k - 1] * (grad + held), (1 - outputs[k - 1]) * held
-        for part in (anchored, grad_first):
+        for part in (anchored, self.first, grad_first):
             if part is not None:
                 grad = grad.add_(part) if self.stacked else grad + part
         h = None
@@ -341,6 +359,16 @@ class _Pulled:
             if self.needs[2] and not self.stacked:
                 made.collect(0, grad, None, None, h)
         self._add(0, grad, state.numbers.steps[0] if rule.draws_gradients else 1.0, h)
+
+    def _gated(self, k: int, grad: Tensor, opened: Tensor) -> Tensor:
+        """Returns ``a G`` and takes note of the shares of the gate and of ``v_1``."""
+        gate = self.state.given.gate
+        if self.needs[4] and gate is not None:
+            part = self.state.rule.layout.feature_sums(grad * self.moved[k - 1], gate)
+            self.gate = part if self.gate is None else self.gate + part
+        passed = grad * opened
+        self.first = grad - passed if self.first is None else self.first + (grad - passed)
+        return grad.copy_(passed) if self.stacked else passed
 
     def _momentum(self, k: int) -> Step | None:
         if self.state.momenta is not None:

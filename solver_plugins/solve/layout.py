@@ -77,6 +77,25 @@ class Layout:
             x = x.reshape(*batch, *space, x.shape[-1]).movedim(-1, -self.dims - 1)
         return torch.ops.aten._unsafe_view(x.contiguous(), self.shape)
 
+    def per_feature(self, values: Tensor) -> Tensor:
+        """Returns one number per output feature (or one in all) so that it broadcasts to what :meth:`flat` returns."""
+        if self.kind == "rows" or not values.dim():
+            return values
+        if self.kind == "space":
+            return values.reshape(-1, *(1,) * self.dims)
+        samples = math.prod(self.shape[: -self.dims - 1])
+        return values.reshape(self.groups, -1, 1).repeat(samples, 1, 1)
+
+    def feature_sums(self, x: Tensor, like: Tensor) -> Tensor:
+        """Returns the sums over all that :meth:`per_feature` repeats, in the shape of ``like``."""
+        if not like.dim():
+            return x.sum()
+        if self.kind == "rows":
+            return x.reshape(-1, x.shape[-1]).sum(0)
+        if self.kind == "space":
+            return x.movedim(-self.dims - 1, 0).flatten(1).sum(1)
+        return x.sum(-1).reshape(-1, len(like)).sum(0)
+
     def inner(self, a: Tensor, b: Tensor) -> Tensor:
         """Returns the inner product of each sample, broadcastable to what :meth:`flat` returns."""
         products = a * b

@@ -82,6 +82,10 @@ def solve(
     objectives, residuals = [], []
     for iteration in range(solver.config.iters):
         state = solver.step(problem, state, iteration, draws)
+        if problem.gate is not None and iteration:
+            state = solver.gated(problem, state)
+        elif problem.gate is not None:
+            problem.start = state.v
         if keep_first and iteration == 0:
             first = solver.argument(problem, state)
         if diagnose:

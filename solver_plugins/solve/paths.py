@@ -25,6 +25,7 @@ from solver_plugins.operators import LinearMap, LinearOperator
 from solver_plugins.prox import IdentityPrior, Prior
 from solver_plugins.solve.base import SamplingSolver, Solver
 from solver_plugins.solve.layout import is_matrix
+from solver_plugins.solve.scale import GateKind
 
 Path = Literal["loop", "two_step", "gram", "masked", "columns", "collapsed"]
 """How iterates are computed; ``loop`` is the iteration as it is written, differentiated by autograd."""
@@ -53,6 +54,7 @@ class SolveSize:
         tau: How many inputs are sampled in every iteration; None for full gradients.
         shared: Whether all problems share one sample.
         affine: How many products of small matrices collapse the solve; None where it does not collapse.
+        gated: Whether there is a gate per channel, so that it collapses by iterations on ``A`` or its output side.
         known: Whether the layer's output is computed in any case, so that a collapsed solve multiplies that.
         groups: How many such layers there are side by side.
     """
@@ -67,6 +69,7 @@ class SolveSize:
     affine: int | None = None
     known: bool = False
     groups: int = 1
+    gated: bool = False
 
 
 def choose_path(size: SolveSize) -> Path:
@@ -97,6 +100,8 @@ def multiply_adds(path: Path, size: SolveSize) -> int:
         found = again * size.batch * n2 * n2 + n1 * n2 * n2 * (again > 0)
     elif path == "collapsed" and size.affine is not None:
         small = n2 if size.known else min(n1, n2)
+        if size.gated and small < n2:
+            return 2 * again * n1 * n1 * n2 * size.groups
         found = small * n1 * n2 + size.affine * small**3
         found += size.batch * n2 * n2 if size.known else small * n1 * n2
     elif path == "columns" and size.tau is not None:
@@ -148,6 +153,7 @@ def path_for(
     known: bool = False,
     kept: bool = False,
     iterations: int | None = None,
+    gate: GateKind | None = None,
 ) -> Path:
     """Returns the path of a solve: the one that the solver's config asks for, where it exists, or the cheapest.
 
@@ -161,8 +167,11 @@ def path_for(
         known: Whether the layer's output is computed in any case.
         kept: Whether a collapsed weight is kept for further solves, so that forming it costs nothing.
         iterations: How many there are, if not those of the solver's config.
+        gate: Which gate there is.
     """
-    size = solve_size(solver, operator, batch, sampling=sampling, prior=prior, known=known, iterations=iterations)
+    size = solve_size(
+        solver, operator, batch, sampling=sampling, prior=prior, known=known, iterations=iterations, gate=gate
+    )
     if solver.path == "loop" or size is None:
         return "loop"
     possible = possible_paths(size)
@@ -183,6 +192,7 @@ def solve_size(
     prior: Prior | None = None,
     known: bool = False,
     iterations: int | None = None,
+    gate: GateKind | None = None,
 ) -> SolveSize | None:
     """Returns the numbers that the cost model needs; None for a sampled solve that declares nothing."""
     iterations = iterations or solver.config.iters
@@ -205,7 +215,7 @@ def solve_size(
         momenta = recursion.momenta(iterations)
         if momenta is not None and iterations > 1:
             plain = recursion.factor is None and not any(momenta) and not recursion.inertia
-            affine = power_products(iterations) if plain else iterations - 2
+            affine = power_products(iterations) if plain and gate != "channel" else max(0, iterations - 2)
     return SolveSize(
         inputs=operator.weight.shape[1] * taps,
         outputs=operator.out_features // groups,
@@ -217,6 +227,7 @@ def solve_size(
         affine=affine,
         known=known,
         groups=groups,
+        gated=gate == "channel",
     )
 
 

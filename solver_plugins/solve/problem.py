@@ -46,6 +46,8 @@ class BlockProblem:
         gram: ``s A A^T`` as a matrix, where products with it are cheaper; see :mod:`solver_plugins.solve.paths`.
         known: Whether the layer's output is there already, or holds more than a bias per feature.
         result: The dtype of the result; None is that of the plain layer's output.
+        gate: ``a`` of :class:`~solver_plugins.solve.scale.Scale`: 0-d, or one number per output feature.
+        start: ``v_1``, where that is not :meth:`first`: a sampled gradient's.
     """
 
     operator: LinearOperator
@@ -61,6 +63,8 @@ class BlockProblem:
     gram: Tensor | None = None
     known: bool = False
     result: torch.dtype | None = None
+    gate: Tensor | None = None
+    start: Tensor | None = None
     _output: Tensor | None = None
 
     @property
@@ -145,8 +149,18 @@ class BlockProblem:
         """Returns ``descend(None, gradient(None), step)``, which for the unit step is the layer's output itself."""
         return self.output if isinstance(step, float) and step == 1.0 else step * self.output
 
+    def gated(self, v: Tensor) -> Tensor:
+        """Returns ``v_1 + a (v - v_1)``: what a gate makes of an iteration after the first; exact at zero and one."""
+        if self.gate is None:
+            return v
+        start = self.first(self.step) if self.start is None else self.start
+        return torch.lerp(start, v, self.operator.per_feature(self.gate) if self.gate.dim() else self.gate)
+
     def objective(self, x: Tensor) -> Tensor:
-        """Returns ``F(x) + g(x)`` of the problem actually solved, one number per sample."""
+        """Returns ``F(x) + g(x)`` of the problem actually solved, one number per sample.
+
+        A gate adds ``sum_i (1 - a_i)/a_i (x_i^2/2 - c_i x_i + g_i(x_i))`` over the outputs that it does not close.
+        """
         fitted, input = self.operator.adjoint(x).to(x.dtype), self.input.to(x.dtype)
         lam: float | Tensor = self.lam
         if self.formulation == "normalized":
@@ -154,6 +168,10 @@ class BlockProblem:
             fitted, input, lam = fitted / root, input * root, lam / self.smoothness
         dims = self.operator.problem_dims
         total = 0.5 * (fitted - input).square().sum(dims) + (0.5 * lam * x.square() + self.prior.g(x)).sum(dims)
+        if self.gate is not None:
+            gate = self.operator.per_feature(self.gate) if self.gate.dim() else self.gate
+            weight = torch.where(gate > 0, (1 - gate) / torch.where(gate > 0, gate, 1.0), 0.0)
+            total = total + (weight * (0.5 * x.square() - self.output * x + self.prior.g(x))).sum(dims)
         return total if self.bias is None else total - (self.bias * x).sum(dims)
 
     def residual(self, x: Tensor) -> Tensor:
@@ -161,7 +179,7 @@ class BlockProblem:
 
         Relative to the problem's own scale: the iterate, or the first step from zero where the minimiser is zero.
         """
-        moved = self.prior.prox(self.descend(x, self.gradient(x), self.step), self.step)
+        moved = self.prior.prox(self.gated(self.descend(x, self.gradient(x), self.step)), self.step)
         dims = self.operator.problem_dims
 
         def size(t: Tensor) -> Tensor:

@@ -72,6 +72,8 @@ class RCD(SamplingSolver):
         step = self.step_at(problem, iteration)
         start = None if iteration == 0 else state.x
         v = problem.descend(start, problem.gradient(start), step)
+        # Here: what was not drawn keeps an iterate that is gated already.
+        v = v if start is None else problem.gated(v)
         x = problem.prior.prox(v, step)
         argument = problem.prior.argument(v, step)
         features = problem.operator.out_features
@@ -81,6 +83,9 @@ class RCD(SamplingSolver):
         drawn = self.masks(problem, draws, 1)[0] > 0
         kept = None if state.unit_argument is None else torch.where(drawn, argument, state.unit_argument)
         return CoordinateState(v, step, torch.where(drawn, x, state.x), kept)
+
+    def gated(self, problem: BlockProblem, state: CoordinateState) -> CoordinateState:
+        return state
 
     def value(self, problem: BlockProblem, state: State) -> Tensor:
         return state.x if isinstance(state, CoordinateState) else super().value(problem, state)

@@ -33,6 +33,7 @@ class Rule:
         images: Of how many iterations, the first ones, ``z_k`` is kept.
         regrouped: Whether a two-step path sums ``G_k d_k^T`` where no ``z_k`` was kept, instead of computing it again.
         stacked: Whether all iterations may be kept in one buffer, where values are at hand.
+        gated: Whether there is a gate.
     """
 
     operator: LinearOperator
@@ -49,6 +50,7 @@ class Rule:
     images: int = 0
     regrouped: bool = False
     stacked: bool = False
+    gated: bool = False
 
     @property
     def draws_gradients(self) -> bool:
@@ -78,6 +80,7 @@ class Given(NamedTuple):
         u: The input, where gradients are sampled.
         weight: ``A``.
         bias: ``b`` where gradients are sampled.
+        gate: ``a``: 0-d, or one number per output feature; None for one.
         smoothness: ``L``.
         gram: ``A A^T``, a constant, where it is known already.
         inputs: See :class:`~solver_plugins.solve.recursion.Samples`, as for the next two.
@@ -90,6 +93,7 @@ class Given(NamedTuple):
     u: Tensor | None
     weight: Tensor
     bias: Tensor | None
+    gate: Tensor | None
     smoothness: Tensor
     gram: Tensor | None
     inputs: Tensor | None
@@ -123,6 +127,7 @@ class Kept:
         slopes: ``J_k`` where the iterate does not tell it; for a prior that is not separable, ``v_k``. As many.
         images: ``z_k`` of the first iterations; one by one, without the very first.
         momenta: ``b_k`` from the second iteration on, where they are tensors.
+        moved: ``v_{k+1} - v_1`` before a gate acts on it.
         weights: What a chooser has drawn.
         matrix: What the products made of ``A A^T``, once for both passes.
         stacked: Whether there are buffers.
@@ -132,13 +137,14 @@ class Kept:
     slopes: list[Tensor] = field(default_factory=list)
     images: list[Tensor] = field(default_factory=list)
     momenta: list[Tensor] = field(default_factory=list)
+    moved: list[Tensor] = field(default_factory=list)
     weights: list[Tensor] = field(default_factory=list)
     matrix: Tensor | None = None
     stacked: bool = False
 
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Returns all of it, in the order of :meth:`split`."""
-        return (self.matrix, *self.iterates, *self.slopes, *self.images, *self.momenta, *self.weights)
+        return (self.matrix, *self.iterates, *self.slopes, *self.images, *self.momenta, *self.moved, *self.weights)
 
     @classmethod
     def split(cls, tensors: Sequence[Any], rule: Rule) -> "Kept":
@@ -146,16 +152,20 @@ class Kept:
         matrix, *rest = tensors
         # A buffer has one more dimension than the rows of a matrix.
         if rule.stacked and rest and rest[0].dim() == 3:
-            return cls(rest[:1], images=rest[1:], matrix=matrix, stacked=True)
+            last = len(rest) - rule.gated
+            return cls(rest[:1], images=rest[1:last], moved=rest[last:], matrix=matrix, stacked=True)
         count = rule.iterations - (1 if rule.draws_gradients else 2)
         unknown = rule.recursion.momenta(rule.iterations) is None
-        counts = (count, 0 if rule.prior.slope_from_value else count, rule.images, unknown * (rule.iterations - 2))
+        slopes_kept = 0 if rule.prior.slope_from_value else count
+        tensors_kept = unknown * (rule.iterations - 2), rule.gated * (rule.iterations - 1)
+        counts = (count, slopes_kept, rule.images, *tensors_kept)
         ends = [0, *itertools.accumulate(counts), len(rest)]
-        iterates, slopes, images, momenta, weights = (rest[a:b] for a, b in itertools.pairwise(ends))
-        return cls(iterates, slopes, images, momenta, weights, matrix)
+        iterates, slopes, images, momenta, moved, weights = (rest[a:b] for a, b in itertools.pairwise(ends))
+        return cls(iterates, slopes, images, momenta, moved, weights, matrix)
 
     def unstacked(self, rule: Rule) -> "Kept":
         """Returns the same one by one."""
         images = self.images[0].unbind()[int(rule.draws_gradients) :] if self.images else ()
         iterates = self.iterates[0].unbind()[int(not rule.draws_gradients) :]
-        return Kept(list(iterates), images=list(images), matrix=self.matrix)
+        moved = [one for buffer in self.moved for one in buffer.unbind()]
+        return Kept(list(iterates), images=list(images), moved=moved, matrix=self.matrix)

@@ -94,6 +94,7 @@ def solve_in_kernel(
         layout=Layout.of(operator, shape if c is None else c, problem.input.shape, path),
         samples=samples._replace(inputs=None, outputs=None, picks=None),
         low=solver.low_memory,
+        gated=problem.gate is not None,
     )
     rule = _kept(rule, solver, problem, shape, samples)
     given = Given(
@@ -101,6 +102,7 @@ def solve_in_kernel(
         u=problem.input if sampled else None,
         weight=operator.weight,
         bias=problem.bias if sampled else None,
+        gate=problem.gate,
         smoothness=problem.smoothness,
         gram=gram,
         inputs=samples.inputs,
