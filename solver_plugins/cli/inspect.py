@@ -13,7 +13,7 @@ from solver_plugins.cli.fields import read_pairs, takes_fields
 from solver_plugins.cli.figures import check_figure, draw_report
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.models import load_model
-from solver_plugins.surgery import ConversionSpec, inspect_model, solver_report
+from solver_plugins.surgery import ConversionSpec, inspect_model, solver_report, speaking
 
 
 @takes_fields(ConversionSpec, "conversion", {"args": "--option"})
@@ -37,24 +37,25 @@ def inspect(
 
     For the folder of a converted model it shows how its blocks are.
     """
-    if figure is not None:
-        check_figure(figure)
-        if not lipschitz:
-            raise OptionError("--figure draws the certified constants, which --no-lipschitz leaves out; drop one.")
-    # Mistakes in options are told before a large model is built.
-    spec = ConversionSpec.parse(conversion, owner="inspect")
-    made = load_model(model, pretrained, **read_pairs(model_arg, "--model-arg"))
-    if blocks_of(made):
+    with speaking("command line"):
         if figure is not None:
-            raise OptionError("--figure draws the dry run of a conversion, and this model is converted already.")
-        _show(solver_report(made), as_json)
-        return
-    # A bar needs a terminal, which inspect_model asks for; beside JSON in a pipe it would only be noise.
-    report = inspect_model(made, spec, lipschitz=lipschitz, progress=not as_json or sys.stdout.isatty())
-    _show(report, as_json)
-    if figure is not None:
-        draw_report(report, figure, model)
-        tqdm.write(f"Figure: {figure}", file=sys.stderr)
+            check_figure(figure)
+            if not lipschitz:
+                raise OptionError("--figure draws the certified constants, which --no-lipschitz leaves out; drop one.")
+        # Mistakes in options are told before a large model is built.
+        spec = ConversionSpec.parse(conversion, owner="inspect")
+        made = load_model(model, pretrained, **read_pairs(model_arg, "--model-arg"))
+        if blocks_of(made):
+            if figure is not None:
+                raise OptionError("--figure draws the dry run of a conversion, and this model is converted already.")
+            _show(solver_report(made), as_json)
+            return
+        # A bar needs a terminal, which inspect_model asks for; beside JSON in a pipe it would only be noise.
+        report = inspect_model(made, spec, lipschitz=lipschitz, progress=not as_json or sys.stdout.isatty())
+        _show(report, as_json)
+        if figure is not None:
+            draw_report(report, figure, model)
+            tqdm.write(f"Figure: {figure}", file=sys.stderr)
 
 
 def _show(report: Any, as_json: bool) -> None:

@@ -37,6 +37,8 @@ class _Classified(nn.Module):
         self.in_chans = in_chans
         self.drop_rate = drop_rate
         self.grad_checkpointing = False
+        # As timm's models say which images they take; timm.create_model puts its own in the place of this one.
+        self.default_cfg = {"input_size": (in_chans, 32, 32)}
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Returns what the head reads."""

@@ -3,7 +3,7 @@
 from solver_plugins.surgery.apply import apply_conversion, conversion_of, revert_model
 from solver_plugins.surgery.conversion import BlockRecord, Conversion
 from solver_plugins.surgery.convert import convert_model
-from solver_plugins.surgery.errors import ConversionError, RecordError, TargetError
+from solver_plugins.surgery.errors import ConversionError, DefaultsWarning, RecordError, TargetError, speaking
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.parts import (
@@ -36,6 +36,7 @@ __all__ = [
     "Conversion",
     "ConversionError",
     "ConversionSpec",
+    "DefaultsWarning",
     "DropoutPart",
     "Inputs",
     "LayerRow",
@@ -64,4 +65,5 @@ __all__ = [
     "revert_model",
     "select",
     "solver_report",
+    "speaking",
 ]

@@ -9,10 +9,11 @@ from torch import nn
 
 from solver_plugins.blocks import calibrate as calibrate_blocks
 from solver_plugins.blocks.calibration import read_batches
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, warn
 from solver_plugins.surgery.apply import apply_conversion, revert_model
-from solver_plugins.surgery.errors import ConversionError
+from solver_plugins.surgery.errors import ConversionError, DefaultsWarning
 from solver_plugins.surgery.plan import plan_conversion
+from solver_plugins.surgery.select import by_default, nothing_by_default
 from solver_plugins.surgery.spec import DEFAULTS, ConversionSpec
 from solver_plugins.surgery.targets import Targets
 
@@ -47,7 +48,8 @@ def convert_model(
             function of name and module. A target that converts nothing is an error.
         exclude: Layers to leave alone, in the same forms.
         pattern: None for the solver's default patterns, "strict" for the paper's block alone, "all", or a list.
-        p: A rate for a sampling solver: layers without a dropout are converted, too, and all use this rate.
+        p: A rate for a sampling solver, in the place of those that it found; with ``targets`` or ``pattern`` also for
+            layers without a dropout.
         nonprox: What to do with an activation that is not a proximal map: "keep" it behind a block with ``g = 0``, or
             "skip" the block.
         last: True also converts the classifier, False never does; None leaves it to the patterns.
@@ -82,10 +84,10 @@ def convert_model(
     spec, batches = _with_batches(spec, calibrate)
     plan = plan_conversion(model, spec, example_inputs)
     if not plan.selection.chosen:
-        raise ConversionError(
-            f"No layer of this {type(model).__name__} is converted by {spec.solver!r}:"
-            f"{plan.selection.explain() or _without_layers(model)}"
-        )
+        why = plan.selection.explain() if plan.blocks else _without_layers(model)
+        if plan.blocks and by_default(spec):
+            why = nothing_by_default(plan.blocks, spec)
+        raise ConversionError(f"No layer of this {type(model).__name__} is converted by {spec.solver!r}:{why}")
     made = apply_conversion(model if inplace else copy.deepcopy(model), plan.conversion, plan.priors)
     if batches is not None:
         try:
@@ -93,6 +95,8 @@ def convert_model(
         except BaseException:
             revert_model(made)
             raise
+    if plan.selection.warning is not None:
+        warn(plan.selection.warning, DefaultsWarning)
     return made
 
 

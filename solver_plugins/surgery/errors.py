@@ -1,9 +1,15 @@
-"""The errors of recording, choosing and converting."""
+"""The errors and warnings of recording, choosing and converting, and how they name a user's options."""
 
 import contextlib
 from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Literal
 
-from solver_plugins.errors import SolverPluginsError, WeightError
+from solver_plugins.errors import SolverPluginsError, SolverPluginsWarning, WeightError
+
+Place = Literal["python", "command line", "config"]
+"""Where a user writes the options of a conversion."""
+_PLACE: ContextVar[Place] = ContextVar("place", default="python")
 
 
 class RecordError(SolverPluginsError, RuntimeError):
@@ -16,6 +22,40 @@ class TargetError(SolverPluginsError, ValueError):
 
 class ConversionError(SolverPluginsError, ValueError):
     """A model cannot be converted or reverted; it is as it was."""
+
+
+class DefaultsWarning(SolverPluginsWarning):
+    """A model has none of the blocks that a solver takes by default, so its classifier is converted."""
+
+
+@contextlib.contextmanager
+def speaking(place: Place) -> Iterator[None]:
+    """Makes messages inside of the context name options as users write them there."""
+    token = _PLACE.set(place)
+    try:
+        yield
+    finally:
+        _PLACE.reset(token)
+
+
+def option(name: str, value: object = None) -> str:
+    """Returns an option as the user writes it: ``p=0.5``, ``--p 0.5`` or ``solver.p=0.5``."""
+    place = _PLACE.get()
+    if place == "command line":
+        flag = f"--{name.replace('_', '-')}"
+        return flag if value is None else f"{flag} {value}"
+    if place == "config":
+        return f"solver.{name}" if value is None else f"solver.{name}={value}"
+    return f"{name}=" if value is None else f"{name}={value!r}"
+
+
+def listing() -> str:
+    """Returns how a user lists the layers of a model that are worth converting."""
+    return {
+        "python": "print(inspect_model(model, suggest=True)) lists them",
+        "command line": "--suggest lists them",
+        "config": "solver-plugins inspect MODEL --suggest lists them",
+    }[_PLACE.get()]
 
 
 @contextlib.contextmanager

@@ -10,10 +10,10 @@ from solver_plugins.solve import Solver
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.model_config import refuse_quantized
-from solver_plugins.surgery.parts import Block, DropoutPart, Samples
+from solver_plugins.surgery.parts import Block, Samples
 from solver_plugins.surgery.record import Record, record
 from solver_plugins.surgery.refusals import refuse_wrapped
-from solver_plugins.surgery.select import Chosen, Selection, select
+from solver_plugins.surgery.select import Chosen, Selection, select, still_needed
 from solver_plugins.surgery.spec import ConversionSpec
 
 
@@ -57,7 +57,7 @@ def plan_conversion(model: nn.Module, spec: ConversionSpec, example_inputs: Any 
     refuse_quantized(model)
     recorded = record(model, example_inputs)
     blocks = match(recorded, model)
-    selection = _within_reach(select(blocks, spec, model), spec.samples)
+    selection = select(blocks, spec, model)
     passed_over, routed = _taken_over(list(selection.chosen), spec.samples)
     made, priors = [], {}
     for one in selection.chosen:
@@ -118,33 +118,9 @@ def _role(block: Block) -> Role:
     return "norm-activation" if block.norm is not None and block.norm.holds_activation else "norm"
 
 
-def _within_reach(selection: Selection, samples: Samples) -> Selection:
-    """Leaves out blocks that meet their shared dropout only through a view, while other layers still need it."""
-    rejected, chosen = dict(selection.rejected), list(selection.chosen)
-    while True:
-        short = [(one, part) for one, part in _still_needed(chosen, samples) if not part.direct]
-        if not short:
-            return Selection(tuple(chosen), rejected)
-        for one, part in short:
-            rejected[one.block.name] = (
-                f"its dropout {part.name!r} also serves a layer that is not converted, and shape operations stand "
-                "between it and this layer; convert the other one too"
-            )
-            chosen.remove(one)
-
-
-def _still_needed(chosen: list[Chosen], samples: Samples) -> list[tuple[Chosen, DropoutPart]]:
-    """Returns the blocks whose dropout also serves layers that are not converted."""
-    parts = [(one, part) for one in chosen if (part := one.block.dropout_for(samples)) is not None]
-    calls: dict[int, set[int]] = {}
-    for _, part in parts:
-        calls.setdefault(id(part.module), set()).update(part.calls)
-    return [(one, part) for one, part in parts if len(calls[id(part.module)]) < part.sites]
-
-
 def _taken_over(chosen: list[Chosen], samples: Samples) -> tuple[list[str], dict[str, str]]:
     """Returns the names of the dropouts that chosen blocks replace, and for each block that shares one its dropout."""
-    routed = {one.block.name: part.name for one, part in _still_needed(chosen, samples) if part.name is not None}
+    routed = {one.block.name: part.name for one, part in still_needed(chosen, samples) if part.name is not None}
     parts = [one.block.dropout_for(samples) for one in chosen]
     names = dict.fromkeys(part.name for part in parts if part is not None and part.name is not None)
     return [name for name in names if name not in routed.values()], routed

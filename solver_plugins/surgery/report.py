@@ -226,7 +226,7 @@ def inspect_model(
     unbounded = spec.iters > 1 and spec.blend == 1 and spec.calibrate is None
     scaled = {row.name for row in rows if row.converted and row.pattern in SCALE_PATTERNS and unbounded}
     rows = [_with_note(row, CHANGES_SCALE) if row.name in scaled else row for row in rows]
-    warnings = []
+    warnings = [plan.selection.warning] if plan.selection.warning is not None else []
     if scaled:
         what = f"{len(scaled)} block{'s' if len(scaled) > 1 else ''} behind a norm or a skip"
         warnings.append(f"{what}, iters={spec.iters}: {CHANGES_SCALE}")

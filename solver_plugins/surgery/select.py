@@ -1,26 +1,38 @@
 """Which blocks a solver converts: its default patterns, and what the user asks for instead."""
 
+import dataclasses
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
-from solver_plugins.surgery.parts import CALLED, PATTERNS, Block, Pattern, Samples
+from solver_plugins.solve import RateConfig
+from solver_plugins.surgery.errors import listing, option
+from solver_plugins.surgery.parts import CALLED, PATTERNS, Block, DropoutPart, Pattern, Samples
 from solver_plugins.surgery.spec import ConversionSpec
 from solver_plugins.surgery.targets import read_targets
 
+HEAD_RATE = 0.5
+"""The paper's rate, at which a head is sampled that has no dropout of its own."""
 _DEFAULTS: dict[Samples, frozenset[Pattern]] = {
     "nothing": frozenset({"linear-act", "dropout-linear-act"}),
     "inputs": frozenset({"dropout-linear-act", "dropout-linear"}),
     "outputs": frozenset({"linear-dropout-act"}),
 }
-_DEFAULTS_WITH_RATE: dict[Samples, frozenset[Pattern]] = {
+_TARGETS_WITH_RATE: dict[Samples, frozenset[Pattern]] = {
     "nothing": frozenset(),
     "inputs": frozenset({"linear-act", "linear"}),
     "outputs": frozenset({"linear-act", "dropout-linear-act"}),
 }
-"""What else is converted if the user gives a rate for layers without a dropout."""
+"""What else is converted if the user names layers and gives a rate for those without a dropout."""
+_LOOKED_FOR: dict[Samples, str] = {
+    "nothing": "linear layer that an activation follows which is a proximal map",
+    "inputs": "linear layer behind a dropout with a rate above zero",
+    "outputs": "dropout with a rate above zero between a linear layer and its activation",
+}
+"""What the default patterns of a solver need, in a sentence."""
+_HIDDEN: frozenset[Pattern] = frozenset({"linear-act", "dropout-linear-act"})
 
 
 @dataclass(frozen=True)
@@ -44,10 +56,12 @@ class Selection:
     Attributes:
         chosen: The blocks to convert, in the order of the model.
         rejected: Why each other block is not converted, by its name.
+        warning: What to tell the user, where the default patterns met nothing and the head is converted in their place.
     """
 
     chosen: tuple[Chosen, ...]
     rejected: dict[str, str]
+    warning: str | None = None
 
     @property
     def blocks(self) -> list[Block]:
@@ -81,35 +95,113 @@ def select(blocks: Sequence[Block], spec: ConversionSpec, model: nn.Module | Non
     """
     wish = None if spec.targets is None else read_targets(spec.targets, "targets")
     ban = None if spec.exclude is None else read_targets(spec.exclude, "exclude")
-    wanted = _wanted(spec)
-    chosen: list[Chosen] = []
-    rejected: dict[str, str] = {}
+    open_to, rejected = [], {}
     for block in blocks:
         if wish is not None and not wish.meets(block):
             rejected[block.name] = "not among the targets"
         elif ban is not None and ban.meets(block):
             rejected[block.name] = "excluded"
         else:
-            result = _fit(block, spec, wanted)
-            if isinstance(result, str):
-                rejected[block.name] = result
-            else:
-                chosen.append(result)
+            open_to.append(block)
+    wanted = _wanted(spec)
+    fits = {block.name: _fit(block, spec, wanted) for block in open_to}
+    selection = _selection(blocks, fits, rejected, spec.samples)
     if wish is not None:
-        wish.check([one.block for one in chosen], blocks, rejected, model)
+        wish.check(selection.blocks, blocks, selection.rejected, model)
     if ban is not None:
         ban.check_met(blocks, model)
-    return Selection(tuple(chosen), rejected)
+    if selection.chosen or not by_default(spec):
+        return selection
+    head = {name: one for name, one in _head(open_to, spec).items() if not isinstance(one, str)}
+    found = _selection(blocks, {**selection.rejected, **head}, rejected, spec.samples)
+    return dataclasses.replace(found, warning=_warning(found, spec)) if found.chosen else selection
+
+
+def by_default(spec: ConversionSpec) -> bool:
+    """Whether a spec leaves it to the solver which layers are converted."""
+    return spec.pattern is None and spec.targets is None
+
+
+def nothing_by_default(blocks: Sequence[Block], spec: ConversionSpec) -> str:
+    """Says in one line why a solver finds nothing to convert by itself, and which option helps."""
+    why = {name: one for name, one in _head(blocks, spec).items() if isinstance(one, str)}
+    lasts = [block for block in blocks if block.is_last]
+    head = "and no classifier that it could convert in its place" if not lasts else ""
+    if lasts:
+        name = lasts[-1].name
+        head = f"and its classifier {name!r} cannot be taken in its place: {why.get(name, 'excluded')}"
+    rate = "" if spec.samples == "nothing" else f" and a rate with {option('p')}"
+    return f" it has no {_LOOKED_FOR[spec.samples]}, {head}. Name layers with {option('targets')}{rate}; {listing()}."
+
+
+def _selection(
+    blocks: Sequence[Block], fits: dict[str, Chosen | str], rejected: dict[str, str], samples: Samples
+) -> Selection:
+    """Puts together what was chosen, without blocks that meet their shared dropout only through a view."""
+    fits = {**rejected, **fits}
+    chosen = [one for block in blocks if isinstance(one := fits[block.name], Chosen)]
+    why = {block.name: one for block in blocks if isinstance(one := fits[block.name], str)}
+    while short := [(one, part) for one, part in still_needed(chosen, samples) if not part.direct]:
+        for one, part in short:
+            why[one.block.name] = (
+                f"its dropout {part.name!r} also serves a layer that is not converted, and shape operations stand "
+                "between it and this layer; convert the other one too"
+            )
+            chosen.remove(one)
+    return Selection(tuple(chosen), why)
+
+
+def still_needed(chosen: Sequence[Chosen], samples: Samples) -> list[tuple[Chosen, DropoutPart]]:
+    """Returns the blocks whose dropout also serves layers that are not converted."""
+    parts = [(one, part) for one in chosen if (part := one.block.dropout_for(samples)) is not None]
+    calls: dict[int, set[int]] = {}
+    for _, part in parts:
+        calls.setdefault(id(part.module), set()).update(part.calls)
+    return [(one, part) for one, part in parts if len(calls[id(part.module)]) < part.sites]
 
 
 def _wanted(spec: ConversionSpec) -> frozenset[Pattern]:
     if spec.pattern is None:
-        more = _DEFAULTS_WITH_RATE[spec.samples] if spec.p is not None else frozenset()
+        more = _TARGETS_WITH_RATE[spec.samples] if spec.p is not None and spec.targets is not None else frozenset()
         return _DEFAULTS[spec.samples] | more
     if spec.pattern == "strict":
         return frozenset({"dropout-linear-act"})
     names = (spec.pattern,) if isinstance(spec.pattern, str) else spec.pattern
     return frozenset(name for name in PATTERNS if name in names or spec.pattern == "all")
+
+
+def _head(blocks: Sequence[Block], spec: ConversionSpec) -> dict[str, Chosen | str]:
+    """Returns the classifier and a hidden linear -> activation of its head as a solver takes them, or why not.
+
+    A coordinate solver takes the hidden layer alone, if there is one: it draws what an activation follows.
+    """
+    rated = spec if spec.samples == "nothing" or spec.p is not None else spec.model_copy(update={"p": HEAD_RATE})
+    hidden: dict[str, Chosen | str] = {}
+    last: dict[str, Chosen | str] = {}
+    for block in blocks:
+        if not (block.feeds_last or block.is_last):
+            continue
+        dropped = block.dropped.get(spec.samples)
+        result = _fit(block, rated, _HIDDEN if block.feeds_last else frozenset(PATTERNS))
+        if dropped is not None and not isinstance(result, str):
+            result = f"{dropped} drops its {spec.samples} as well, and a solver could not take that over"
+        (hidden if block.feeds_last else last)[block.name] = result
+    alone = spec.samples == "outputs" and any(isinstance(one, Chosen) for one in hidden.values())
+    return hidden if alone else hidden | last
+
+
+def _warning(found: Selection, spec: ConversionSpec) -> str:
+    names = " and ".join(repr(block.name) for block in found.blocks)
+    what = "classifier" if all(block.is_last for block in found.blocks) else "head"
+    rate = ""
+    choose = f"Choose layers with {option('targets')} or {option('pattern')}"
+    if spec.samples != "nothing" and issubclass(spec.solver_class.Config, RateConfig):
+        rate = f" at a rate of {found.chosen[0].p:g}"
+        choose = f"Choose the rate with {option('p')}, layers with {option('targets')} or {option('pattern')}"
+    return (
+        f"This model has no {_LOOKED_FOR[spec.samples]}, so {spec.solver!r} converts its {what}, {names}"
+        f"{rate}. {choose}; {listing()}."
+    )
 
 
 def _fit(block: Block, spec: ConversionSpec, wanted: frozenset[Pattern]) -> Chosen | str:
@@ -118,17 +210,17 @@ def _fit(block: Block, spec: ConversionSpec, wanted: frozenset[Pattern]) -> Chos
     if samples not in block.convertible:
         return "; ".join(block.reasons)
     if spec.last is False and block.is_last:
-        return "the classifier, and last=False"
+        return f"the classifier, and {option('last', False)}"
     if block.prior is None and spec.nonprox == "skip":
-        return f"nonprox='skip': {block.nonprox_reason}"
+        return f"{option('nonprox', 'skip')}: {block.nonprox_reason}"
     fitted = _as_taken(block, samples)
     if fitted.pattern not in wanted and not (spec.last is True and block.is_last):
-        return _not_wanted(block, fitted, samples, named=spec.pattern is not None)
+        return _not_wanted(block, fitted, spec)
     if samples == "nothing":
         return Chosen(fitted, None)
     dropout = fitted.dropout_for(samples)
     if spec.p is None and dropout is None:
-        return "no dropout whose rate a sampling solver could take; give one with p="
+        return f"no dropout whose rate a sampling solver could take; give one with {option('p')}"
     return Chosen(fitted, dropout.p if spec.p is None and dropout is not None else spec.p)
 
 
@@ -143,18 +235,21 @@ def _as_taken(block: Block, samples: Samples) -> Block:
     return block
 
 
-def _not_wanted(block: Block, fitted: Block, samples: Samples, named: bool) -> str:
+def _not_wanted(block: Block, fitted: Block, spec: ConversionSpec) -> str:
+    samples = spec.samples
     what = f"pattern {fitted.pattern!r} is"
     if block.prior is None:
         what = f"{block.nonprox_reason} What is left, pattern {fitted.pattern!r}, is"
-    if named:
+    if spec.pattern is not None:
         return f"{what} not among the patterns asked for"
     what = f"{what} not converted by {CALLED[samples]} solvers by default"
-    if fitted.pattern in _DEFAULTS_WITH_RATE[samples]:
+    if fitted.pattern in _TARGETS_WITH_RATE[samples]:
         where = "behind" if samples == "outputs" else "before"
-        return f"{what}, as it has no dropout {where} it; give a rate with p={_aside(block)}"
+        name = "" if spec.targets is not None else f"name it with {option('targets')} and "
+        return f"{what}, as it has no dropout {where} it; {name}give a rate with {option('p')}{_aside(block)}"
     rate = samples == "nothing" or fitted.dropout_for(samples) is not None
-    return f"{what}; ask for it with pattern={fitted.pattern!r}{'' if rate else ' and p='}{_aside(block)}"
+    ask = f"ask for it with {option('pattern', fitted.pattern)}{'' if rate else ' and ' + option('p')}"
+    return f"{what}; {ask}{_aside(block)}"
 
 
 def _aside(block: Block) -> str:

@@ -19,6 +19,7 @@ from solver_plugins.config import InvalidOptionsError, OptionProblem, StrictConf
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.registry import DEFAULT_SOLVER, SOLVERS
 from solver_plugins.solve import RateConfig, Solver, SolverConfig
+from solver_plugins.surgery.errors import option
 from solver_plugins.surgery.parts import PATTERNS, Samples
 from solver_plugins.surgery.targets import read_targets
 
@@ -40,7 +41,7 @@ class ConversionSpec(StrictConfig):
     pattern: Names | None = Field(None, description="Patterns, 'strict' or 'all'; the solver's own by default.")
     targets: _Layers | None = Field(None, description="Layers to convert: names or their ends, or one regex.")
     exclude: _Layers | None = Field(None, description="Layers to leave alone, in the same forms.")
-    p: float | None = Field(None, description="A dropout rate for a solver that samples.")
+    p: float | None = Field(None, description="A rate for a solver that samples, in place of the dropouts' own.")
     nonprox: Literal["keep", "skip"] = Field(
         "keep", description="Where an activation is not a proximal map: 'keep' it after the block, or 'skip' the block."
     )
@@ -163,7 +164,7 @@ class ConversionSpec(StrictConfig):
             )
         made.from_options(iters=self.iters, **self.args)
         if self.p is not None and self.samples == "nothing":
-            raise OptionError("A deterministic solver draws nothing, so p= has no meaning for it; drop it.")
+            raise OptionError(f"A deterministic solver draws nothing, so {option('p')} has no meaning for it; drop it.")
         return self
 
     @property

@@ -283,6 +283,8 @@ def _look_back(graph: Graph, found: Surroundings) -> None:
         if dropout is not None:
             found.dropped["inputs"] = graph.label(dropout)
         return
+    if found.pattern == "linear-dropout-act" or readers > 1:
+        found.dropped["inputs"] = graph.label(call)
     if found.pattern == "linear-dropout-act":
         return
     if readers > 1:

@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 
-from solver_plugins.surgery import convert_model
+from solver_plugins.surgery import convert_model, speaking
 from solver_plugins.train.classification import arguments_of
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import Loaders, Splits, example_of, make_loaders
@@ -53,7 +53,8 @@ def make_arm(
             before_conversion(model, example)
         count = config.solver.calibrate
         first = None if count is None else (_inputs(batch, dtype) for batch in islice(loaders.start(0, 0), count))
-        convert_model(model, config.solver, calibrate=first, example_inputs=example)
+        with speaking("config"):
+            convert_model(model, config.solver, calibrate=first, example_inputs=example)
     return model, loaders
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from solver_plugins.surgery import Report, inspect_model
+from solver_plugins.surgery import Report, inspect_model, speaking
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.arms import arms_of, make_arm
 from solver_plugins.train.config import FinetuneConfig
@@ -44,7 +44,8 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
 
         def inspect(model: nn.Module, example: Any) -> None:
             assert config.solver is not None
-            reports.append(inspect_model(model, config.solver, example_inputs=example))
+            with speaking("config"):
+                reports.append(inspect_model(model, config.solver, example_inputs=example))
 
         model, loaders = make_arm(config, splits, arms_of(config)[0], accelerator.num_processes, inspect)
         steps = loaders.order.steps

@@ -79,7 +79,7 @@ def test_figure(capsys, tmp_path):
 
 
 def test_figure_of_a_model_in_which_nothing_is_converted(tmp_path):
-    report = inspect_model(timm.create_model("test_resnet"), "rcd", lipschitz=False)
+    report = inspect_model(timm.create_model("test_resnet"), "rcd", last=False, lipschitz=False)
     draw_report(report, tmp_path / "none.svg")
     assert "left alone" in (tmp_path / "none.svg").read_text()
     report = inspect_model(timm.create_model("test_resnet"), "proxgd", pattern="all", lipschitz=False)

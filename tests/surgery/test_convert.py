@@ -245,7 +245,7 @@ def test_bad_input():
     with pytest.raises(TargetError, match="fc9"):
         convert(make(), "proxgd", targets=["fc9"])
     with pytest.raises(ConversionError, match="No layer of this Sequential"):
-        convert_model(nn.Sequential(nn.Linear(3, 3)), "proxsg", example_inputs=torch.randn(2, 3))
+        convert_model(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "proxsg", example_inputs=torch.randn(2, 3))
     hooked = make()
     hooked._hf_hook = object()
     with pytest.raises(ConversionError, match="accelerate"):
@@ -255,7 +255,7 @@ def test_bad_input():
 
 
 def test_coordinates_leave_a_dropout_before_the_layer_live():
-    model = convert(make(), "rcd", iters=3, p=0.3)
+    model = convert(make(), "rcd", iters=3, p=0.3, targets=["fc1"])
     assert isinstance(model.fc1, SolverBlock) and type(model.drop1) is nn.Dropout
 
 

@@ -39,12 +39,12 @@ def test_rows_totals_and_json():
 def test_table():
     text = str(inspect_model(make(), "proxgd", iters=3, pattern="all", example_inputs=X))
     assert "5 of 5 layers become proxgd" in text and "linear-norm-skip-act" in text and "5x" in text
-    text = str(inspect_model(make(), "rcd", example_inputs=X))
+    text = str(inspect_model(make(), "rcd", last=False, example_inputs=X))
     assert "0 of 5 layers" in text and "Left alone" in text
 
 
 def test_coordinates_count_outputs():
-    report = inspect_model(make(), "rcd", p=0.25, example_inputs=X, lipschitz=False)
+    report = inspect_model(make(), "rcd", p=0.25, targets=["conv3"], example_inputs=X, lipschitz=False)
     rows = {row.name: row for row in report.converted}
     assert rows["conv3"].tau == round(0.75 * 6) and rows["conv3"].L is None
 

@@ -79,7 +79,7 @@ def test_every_pattern_is_found(net: tuple[Net, list[Block]]) -> None:
         ("proxsg", {}, {"fc1": "dropout-linear-act", "fc2": "dropout-linear"}),
         (
             "proxsg",
-            {"p": 0.4},
+            {"p": 0.4, "targets": r".*"},
             {
                 "fc1": "dropout-linear-act",
                 "fc2": "dropout-linear",
@@ -90,7 +90,10 @@ def test_every_pattern_is_found(net: tuple[Net, list[Block]]) -> None:
             },
         ),
         ("rcd", {}, {"fc4": "linear-dropout-act"}),
-        ("rcd", {"p": 0.4}, {"fc1": "dropout-linear-act", "fc3": "linear-act", "fc4": "linear-dropout-act"}),
+        ("proxsg", {"p": 0.4}, {"fc1": "dropout-linear-act", "fc2": "dropout-linear"}),
+        ("rcd", {"p": 0.4}, {"fc4": "linear-dropout-act"}),
+        ("rcd", {"p": 0.4, "targets": r"fc[1-4]"},
+         {"fc1": "dropout-linear-act", "fc3": "linear-act", "fc4": "linear-dropout-act"}),
         ("proxgd", {"pattern": "strict"}, {"fc1": "dropout-linear-act"}),
         ("proxgd", {"pattern": ["linear-norm-act", "linear-skip-act"]},
          {"fc5": "linear-norm-act", "fc7": "linear-skip-act"}),
