@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from solver_plugins.blocks.dropout import mark_as_drawn, undropped
-from solver_plugins.blocks.fold import diagonal_of, reference_diagonal
+from solver_plugins.blocks.fold import diagonal_of, reference_diagonal, uses_batch
 from solver_plugins.blocks.link import Handed, Link, hand_over
 from solver_plugins.blocks.outlet import folded_norm, repair_ends
 from solver_plugins.blocks.scale import SCALE_BUFFERS, Scaled
@@ -25,7 +25,6 @@ from solver_plugins.operators import (
     operator_from_kernel,
     read_layer,
     reader_for,
-    rescaled_bound,
 )
 from solver_plugins.prox import Prior, prox_for
 from solver_plugins.solve import (
@@ -187,7 +186,7 @@ class SolverBlock(Scaled):
         """Returns the solver's argument in place of the plain one, behind a norm or a skip.
 
         A norm over the batch scales the rows of ``A`` by ``d = gamma / sqrt(var + eps)``: batch statistics in training,
-        running ones in evaluation. ``L`` is certified for a reference diagonal and scaled by ``max_i (d_i/dbar_i)^2``.
+        running ones in evaluation. ``L`` is certified for a reference diagonal and followed to that of the batch.
 
         Args:
             handed: What the layer handed over.
@@ -206,7 +205,8 @@ class SolverBlock(Scaled):
         if handed.norm is not None:
             assert handed.normed is not None
             diagonal = diagonal_of(handed.norm, handed.normed, constant.dtype)
-            constant = rescaled_bound(constant, diagonal.detach(), self.diagonal_reference)
+            if self.solver.needs_constant:
+                constant = self._scaled_L(kernel, constant, diagonal.detach(), uses_batch(handed.norm))
         operator = operator_from_kernel(kernel, self.geometry, u.shape, diagonal=diagonal)
         additive = argument - operator.apply(u) if self.solver.samples == "inputs" else None
         constants = self._constants(constant, self.gram)
@@ -281,6 +281,9 @@ class SolverBlock(Scaled):
 
     def _kernel(self) -> Tensor:
         return type(self).kernel_reader(self)[0]
+
+    def _needs_constant(self) -> bool:
+        return self.solver.needs_constant
 
     def _reference(self) -> Tensor | None:
         return self._buffers.get("diagonal_reference")

@@ -66,12 +66,18 @@ def reference_diagonal(norm: nn.Module, dtype: torch.dtype) -> Tensor:
     return torch.where(largest > 0, size.clamp_min(SMALL_ROW * largest), 1.0)
 
 
+def uses_batch(norm: nn.Module) -> bool:
+    """Whether a norm takes the statistics of the batch."""
+    bn: Any = norm
+    return not is_frozen(norm) and (bn.training or bn.running_var is None)
+
+
 def diagonal_of(norm: nn.Module, y: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the diagonal that the norm applies to ``y`` in its present mode, differentiable."""
     bn: Any = norm
     if is_frozen(norm):
         return _frozen_diagonal(norm, dtype)
-    if bn.training or bn.running_var is None:
+    if uses_batch(norm):
         y = y.to(dtype)
         group = _group(norm)
         var = y.var(_all_but_features(y), correction=0) if group is None else synchronised_variance(y, group)

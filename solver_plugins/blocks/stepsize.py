@@ -1,15 +1,13 @@
 """The Lipschitz constant of a block: certified at rest, followed while the weights move.
 
-Between two certificates every training forward takes three warm power steps. One is not enough: where Adam turns the
-top singular direction, or a layer starts from zeros, a single step is too small by up to 10x and the solve blows up.
-What three steps still gain is extrapolated, a little of a generic direction is mixed in so that none is ever lost, and
-the largest row is a floor. A solve converges above half of the true constant; training loops that were tried (SGD,
-momentum, Adam, AdamW, weights of zero, sign flips) stayed above 0.59. Steps are taken only where the weights have
-moved, so a recomputed (checkpointed) forward and a further micro-batch see the same constant, and nothing synchronises
-with the host.
+Between two certificates every training forward takes three warm power steps, and more after a jump of the weights; see
+:mod:`solver_plugins.operators.tracking`. A solve converges above half of the true constant. Steps are taken only where
+the weights have moved, so a recomputed (checkpointed) forward and a further micro-batch see the same constant, and
+nothing synchronises with the host.
 
 In evaluation the constant is certified again as soon as the weights have moved, so that a model computes what it will
-compute after saving and loading; on an accelerator, where looking would stall, only ``eval()`` looks.
+compute after saving and loading; on an accelerator, where looking would stall, only ``eval()`` looks. One look serves
+everything that evaluation keeps: the constant, the Gram matrix and the collapsed weight.
 """
 
 from typing import Any, ClassVar, Self
@@ -18,26 +16,26 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks.shell import Shell
-from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning, warn
+from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning, WeightError, warn
 from solver_plugins.operators import (
     Geometry,
-    WarmSteps,
     at_rest,
+    follow,
+    image_of,
     is_eager,
     is_faked,
     lipschitz_from_kernel,
-    power_quotient,
     power_steps,
+    rescaled_bound,
     start_vectors,
-    warm_steps,
 )
 from solver_plugins.solve import working_dtype
 
 WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""
-GENERIC_SHARE = 0.02
-"""How much of a generic direction is mixed into the vectors; costs 0.04% of the estimate."""
-STEP_BUFFERS = ("L", "power_vectors", "power_quotient", "power_ratio", "certified_quotient")
+JUMP = 0.2
+"""Weights that changed by more than this share are new to the vectors, which then take more steps."""
+STEP_BUFFERS = ("L", "power_vectors", "power_ratio", "image", "certified_L", "followed")
 KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "channel_gain", "channel_shift", "blend")
 """All buffers that keep their precision when the weights lose theirs."""
 
@@ -48,10 +46,10 @@ class TrackedStep(Shell):
     Attributes:
         L: ``lambda_max(A A^T)``, a 0-d tensor.
         power_vectors: Where the power iteration stands, one vector per frequency of a coarse grid.
-        power_quotient: The quotient that these vectors gave; they give another one, beyond rounding, if the weights
-            have moved.
         power_ratio: Certified constant over power estimate, at the last certificate.
-        certified_quotient: The quotient at the last certificate.
+        image: ``A r`` of the weights that ``L`` belongs to, for a fixed vector ``r``: it tells whether they have moved.
+        certified_L: The constant at the last certificate.
+        followed: 1 if ``L`` has followed the weights since then, else 0.
         certify_in_evaluation: Whether ``eval()`` certifies (default). Set to False on this class if it is called every
             few steps on a model with many convolutions, where a certificate takes seconds.
     """
@@ -59,9 +57,10 @@ class TrackedStep(Shell):
     certify_in_evaluation: ClassVar[bool] = True
     L: Tensor
     power_vectors: Tensor
-    power_quotient: Tensor
     power_ratio: Tensor
-    certified_quotient: Tensor
+    image: Tensor
+    certified_L: Tensor
+    followed: Tensor
     geometry: Geometry
 
     def _kernel(self) -> Tensor:
@@ -72,6 +71,10 @@ class TrackedStep(Shell):
         """Returns the weight outside of a forward pass, where looking must change nothing."""
         with at_rest(self):
             return self._kernel()
+
+    def _needs_constant(self) -> bool:
+        """Whether anything that is computed depends on the constant."""
+        return True
 
     def _reference(self) -> Tensor | None:
         """Returns the diagonal that ``L`` belongs to, where a norm is folded into the map; see ``rescaled_bound``."""
@@ -85,8 +88,9 @@ class TrackedStep(Shell):
         one = torch.ones((), dtype=working_dtype(kernel.dtype), device=kernel.device)
         self.register_buffer("L", one, persistent=False)
         self.register_buffer("power_vectors", start_vectors(kernel.detach(), self.geometry), persistent=False)
-        for name in STEP_BUFFERS[2:]:
-            self.register_buffer(name, torch.zeros_like(one), persistent=False)
+        self.register_buffer("image", one.new_zeros(kernel.shape[0]), persistent=False)
+        for name in ("power_ratio", "certified_L", "followed"):
+            self.register_buffer(name, torch.ones_like(one), persistent=False)
         self.register_load_state_dict_post_hook(certify_after_loading)
         if not kernel.is_meta:
             self.refresh_step()
@@ -105,42 +109,54 @@ class TrackedStep(Shell):
             gram: ``A A^T``, where this forward has computed it already.
         """
         kernel = kernel.detach()
-        looking = not self.training and kernel.device.type == "cpu" and not torch.compiler.is_compiling()
-        if looking and self.certify_in_evaluation:
+        at_hand = is_eager(kernel.device) and type(kernel) is Tensor
+        if at_hand and not self.training and self.certify_in_evaluation:
             self.certify_if_moved()
-            return self.L
-        steps = warm_steps(kernel, self.geometry, self.power_vectors, GENERIC_SHARE, self._reference(), gram)
-        if isinstance(steps.largest, float) or (is_eager(kernel.device) and type(steps.largest) is Tensor):
-            return self._followed_at_once(steps)
-        first, second, third, largest = map(torch.as_tensor, (*steps.quotients, steps.largest))
-        vectors = self.power_vectors[..., : steps.vectors.shape[-1]]
-        gain = (third / second.clamp_min(torch.finfo(third.dtype).tiny)).clamp(1.0, 2.0)
-        estimate = torch.maximum(torch.maximum(second, third) * gain.square(), largest)
-        estimate = estimate * self.power_ratio.clamp_min(1.0)
-        moved = _differ(first, self.power_quotient) & torch.isfinite(estimate)
-        constant = torch.where(moved, estimate, self.L)
-        if self.training:
+            return self.L.clone()
+        image = image_of(kernel)
+        change = _change(image, self.image)
+        still = _within_rounding(change)
+        if at_hand and still:
+            return self.L.clone()
+        constant, vectors = self._estimate(kernel, change, self._reference(), gram)
+        moved = ~still & torch.isfinite(constant)
+        constant = torch.where(moved, constant, self.L)
+        # A transform of torch.func computes for weights that are not the block's own.
+        if self.training and not torch._C._are_functorch_transforms_active():
+            known = self.power_vectors[..., : vectors.shape[-1]]
+            known.copy_(torch.where(moved, vectors, known))
+            self.image.copy_(torch.where(moved, image, self.image))
+            self.followed.copy_(torch.where(moved, 1.0, self.followed))
             self.L.copy_(constant)
-            vectors.copy_(torch.where(moved, steps.vectors, vectors))
-            self.power_quotient.copy_(torch.where(moved, third, self.power_quotient))
         return constant
 
-    def _followed_at_once(self, steps: WarmSteps) -> Tensor:
-        """Does the same with numbers, where looking at them costs nothing: there are many, and each is quick."""
-        first, second, third = map(float, steps.quotients)
-        quotient, precision = float(self.power_quotient), torch.finfo(self.L.dtype)
-        gain = min(max(third / max(second, precision.tiny), 1.0), 2.0)
-        estimate = max(max(second, third) * gain**2, float(steps.largest)) * max(float(self.power_ratio), 1.0)
-        # Not a NaN, which every comparison denies.
-        still = abs(first - quotient) <= 64 * precision.eps * abs(quotient)
-        if still or not estimate <= precision.max:
-            return self.L.clone()
-        if not self.training:
-            return torch.full_like(self.L, estimate)
-        self.L.fill_(estimate)
-        self.power_vectors[..., : steps.vectors.shape[-1]].copy_(steps.vectors)
-        self.power_quotient.fill_(third)
-        return self.L.clone()
+    def _estimate(
+        self, kernel: Tensor, change: Tensor, diagonal: Tensor | None, gram: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the constant of ``diag(d) A`` by power steps from where they stand, and where they stand then."""
+        jumped = is_eager(kernel.device) and type(kernel) is Tensor and not change <= JUMP
+        estimate, vectors = follow(kernel, self.geometry, self.power_vectors, diagonal, gram, patient=jumped)
+        return torch.as_tensor(estimate, dtype=self.L.dtype, device=self.L.device) * self.power_ratio, vectors
+
+    @torch.no_grad()
+    def _scaled_L(self, kernel: Tensor, constant: Tensor, diagonal: Tensor, batch: bool) -> Tensor:
+        """Returns the constant of ``diag(d) A`` for a folded norm.
+
+        It depends on the weights and the batch alone, so a recomputed forward sees the same number.
+
+        Args:
+            kernel: ``A``.
+            constant: The constant of ``A`` with the certified scales, from :meth:`_current_L`.
+            diagonal: ``d``.
+            batch: Whether ``d`` is of this batch, which the certified scales may be far from.
+        """
+        reference = self._reference()
+        assert reference is not None
+        bound = rescaled_bound(constant, diagonal, reference)
+        if not batch:
+            return bound
+        estimate = self._estimate(kernel.detach(), _change(diagonal, reference), diagonal)[0]
+        return torch.where(torch.isfinite(estimate), torch.minimum(estimate, bound), bound)
 
     @torch.no_grad()
     def compute_step(self, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
@@ -156,17 +172,16 @@ class TrackedStep(Shell):
         # From the same start each time: what a block computes depends on its weights, not on their history.
         start = start_vectors(kernel, self.geometry)
         constant = lipschitz_from_kernel(kernel, self.geometry, method=method, diagonal=diagonal, tolerance=tolerance)
-        quotients, steps = power_steps(kernel, self.geometry, start, WARM_UP, diagonal, GENERIC_SHARE)
-        # The vectors before the last step: a step from them gives this quotient again, unless the weights have moved.
-        quotient, vectors = quotients[-1], steps[-2]
-        best = torch.maximum(quotient, _largest_row(kernel, diagonal))
-        ratio = torch.where(best > 0, constant / best.clamp_min(torch.finfo(constant.dtype).tiny), 1.0)
+        vectors = power_steps(kernel, self.geometry, start, WARM_UP, diagonal, share=True)[1][-1]
+        estimate = torch.as_tensor(follow(kernel, self.geometry, vectors, diagonal)[0]).to(constant)
+        ratio = torch.where(estimate > 0, constant / estimate.clamp_min(torch.finfo(constant.dtype).tiny), 1.0)
         return {
             "L": constant,
             "power_vectors": vectors,
-            "power_quotient": quotient,
             "power_ratio": ratio.clamp_min(1.0),
-            "certified_quotient": quotient,
+            "image": image_of(kernel),
+            "certified_L": constant,
+            "followed": torch.zeros_like(constant),
             **reference,
         }
 
@@ -214,17 +229,47 @@ class TrackedStep(Shell):
             self._buffers["gram"] = None
 
     def certify_if_moved(self) -> None:
-        """Certifies ``L`` anew if the weights, or a folded norm, are not those of the last certificate."""
+        """Certifies ``L`` anew if the weights, or a folded norm, are not those of the last certificate.
+
+        What else was kept for evaluation is dropped then.
+        """
         kernel = self._kernel_at_rest().detach()
         if not self._in_reach(kernel):
             return
-        moved = _differ(self._quotient(kernel), self.power_quotient)
-        moved = moved | _differ(self.power_quotient, self.certified_quotient)
+        image = image_of(kernel)
+        same = torch.equal(image, self.image) and not bool(self.followed)
         for name, value in self._new_reference(kernel).items():
-            moved = moved | _differ(value, getattr(self, name)).any()
+            same = same and bool(_within_rounding(_change(value, getattr(self, name))))
         # Weights that are not finite have no constant, and keep the one they had.
-        if bool(moved) and bool(torch.isfinite(kernel).all()):
+        if same:
+            return
+        self._drop_gram()
+        if not bool(torch.isfinite(image).all()):
+            return
+        try:
             self.refresh_step()
+        except WeightError:
+            if self._needs_constant():
+                raise
+
+    @torch.no_grad()
+    def origin(self) -> tuple[str, Tensor | None]:
+        """Returns where ``L`` comes from, and what it would be now over what it was at the last certificate.
+
+        It is "certified", "followed" by power steps since then, "stale" (the weights have moved; the next forward pass
+        updates it), or "unknown" (the weights have no values on this device).
+        """
+        kernel = self._kernel_at_rest().detach()
+        if not self._in_reach(kernel):
+            return "unknown", None
+        change, origin, constant = _change(image_of(kernel), self.image), "followed", self.L
+        if not _within_rounding(change):
+            origin, constant = "stale", self._estimate(kernel, change, self._reference())[0]
+        elif not self.followed and all(
+            _within_rounding(_change(value, getattr(self, name))) for name, value in self._new_reference(kernel).items()
+        ):
+            origin = "certified"
+        return origin, constant / self.certified_L if self.certified_L > 0 else None
 
     def _in_reach(self, kernel: Tensor) -> bool:
         """Whether the weights have values (not meta, not a shard, not faked) on the device of the buffers.
@@ -233,9 +278,6 @@ class TrackedStep(Shell):
         """
         without = kernel.is_meta or self.L.is_meta or hasattr(kernel, "device_mesh") or is_faked()
         return not without and kernel.device == self.L.device
-
-    def _quotient(self, kernel: Tensor) -> Tensor:
-        return power_quotient(kernel, self.geometry, self.power_vectors, self._reference())
 
     def reset_parameters(self) -> None:
         """Initialises the weights as the layer does, and certifies ``L`` for them."""
@@ -250,8 +292,7 @@ class TrackedStep(Shell):
         before = {name: buffer for name, buffer in self._buffers.items() if name in KEPT_BUFFERS and buffer is not None}
         kernel = self._kernel_at_rest().detach()
         known = "L" in before and self._in_reach(kernel)
-        settled = known and not bool(_differ(self._quotient(kernel), self.power_quotient))
-        certified = known and not bool(_differ(self.power_quotient, self.certified_quotient))
+        settled = known and bool(_within_rounding(_change(image_of(kernel), self.image)))
         super()._apply(fn, recurse)
         for name, buffer in before.items():
             after = self._buffers[name]
@@ -266,9 +307,7 @@ class TrackedStep(Shell):
             self.refresh_step()
         elif settled and self._in_reach(kernel):
             # The same weights in another dtype or on another device round differently, and have not moved.
-            self.power_quotient.copy_(self._quotient(kernel))
-            if certified:
-                self.certified_quotient.copy_(self.power_quotient)
+            self.image.copy_(image_of(kernel))
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -301,12 +340,12 @@ def _gathered(kernel: Tensor) -> Tensor:
     return kernel.full_tensor() if hasattr(kernel, "full_tensor") else kernel
 
 
-def _differ(one: Tensor, other: Tensor) -> Tensor:
-    """Whether two quotients are of different weights: more apart than another order of summation puts them."""
-    return ~((one - other).abs() <= 64 * torch.finfo(one.dtype).eps * other.abs())
+def _change(new: Tensor, old: Tensor) -> Tensor:
+    """Returns how far apart two vectors are, in units of the second; NaN where there is one."""
+    apart, size = (new - old).abs().amax(), old.abs().amax()
+    return apart / size.clamp_min(torch.finfo(size.dtype).tiny)
 
 
-def _largest_row(kernel: Tensor, diagonal: Tensor | None) -> Tensor:
-    """Returns the largest diagonal entry of ``A A^T``: a lower bound that no stale vector can miss."""
-    rows = kernel.flatten(1).to(working_dtype(kernel.dtype)).square().sum(1)
-    return (rows if diagonal is None else rows * diagonal.square()).amax()
+def _within_rounding(change: Tensor) -> Tensor:
+    """Whether it is no more than what another order of summation makes; not where there is a NaN."""
+    return change <= 64 * torch.finfo(change.dtype).eps

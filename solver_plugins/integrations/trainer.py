@@ -21,10 +21,10 @@ class SolverCallback(TrainerCallback):
     before each evaluation; it adds to the logs how far the weights have moved since; and it writes the state of the
     steps into each checkpoint, from where a resumed run takes it, so that it is the same run to the bit.
 
-    Logged are ``solver_staleness``, the largest relative change of a block's power quotient since its last certificate,
-    and, where gradients are implicit, ``solver_residual``, the largest one that a solve has left. They are in
-    ``trainer.state.log_history`` and in what the Trainer prints. The Trainer calls its trackers before
-    callbacks that it is given; ``SolverCallback().add_to(trainer)`` comes before them.
+    Logged are ``solver_staleness``, the largest relative change of a block's constant since its last certificate, and,
+    where gradients are implicit, ``solver_residual``, the largest one that a solve has left. They are in
+    ``trainer.state.log_history`` and in what the Trainer prints. The Trainer calls its trackers before callbacks that
+    it is given; ``SolverCallback().add_to(trainer)`` comes before them.
 
     Args:
         every_epoch: Whether to certify at the end of each epoch.

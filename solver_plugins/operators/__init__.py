@@ -29,14 +29,7 @@ from solver_plugins.operators.sampling import (
     uniform,
 )
 from solver_plugins.operators.standardized import standardized
-from solver_plugins.operators.tracking import (
-    WarmSteps,
-    power_quotient,
-    power_step,
-    power_steps,
-    start_vectors,
-    warm_steps,
-)
+from solver_plugins.operators.tracking import follow, image_of, power_steps, start_vectors
 
 __all__ = [
     "ConvMap",
@@ -44,12 +37,13 @@ __all__ = [
     "LinearMap",
     "LinearOperator",
     "Reader",
-    "WarmSteps",
     "at_rest",
     "autocast_off",
     "autocasts",
     "expected_smoothness",
+    "follow",
     "geometry_of",
+    "image_of",
     "importance_mask",
     "importance_weights",
     "inclusion_probabilities",
@@ -61,8 +55,6 @@ __all__ = [
     "match_dtype",
     "operator_for",
     "operator_from_kernel",
-    "power_quotient",
-    "power_step",
     "power_steps",
     "product_dtype",
     "read_layer",
@@ -76,5 +68,4 @@ __all__ = [
     "tau_nice_masks",
     "tau_of",
     "uniform",
-    "warm_steps",
 ]

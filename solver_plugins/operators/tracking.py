@@ -1,8 +1,12 @@
-"""Tracks the Lipschitz constant between certified refreshes, by a few warm power steps per training step.
+"""Follows the Lipschitz constant between certificates, by a few warm power steps where the weights have moved.
 
 The iteration runs on the symbol of the kernel at a few fixed frequencies, so its state is small and does not depend on
-the input size. It gives a *lower* bound on the supremum: use its ratio to the estimate at the last certified refresh,
-or multiply by a margin. Cosine and sine parts are separate, because compilers do not support complex dtypes well.
+the input size. Its quotients are *lower* bounds on the supremum over these frequencies, which is at most
+``1 + GRID_TOLERANCE`` times below the supremum over all (:mod:`~solver_plugins.operators.symbol`). Cosine and sine
+parts are separate, because compilers do not support complex dtypes well.
+
+Whether weights have moved is seen from ``A r`` for a fixed vector ``r``, number by number: another constant of the
+weights (a norm, a quotient) may stay the same while ``L`` grows.
 """
 
 import functools
@@ -12,12 +16,21 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from solver_plugins.operators.eager import is_eager
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.precision import autocast_off, scaled_kernel
-from solver_plugins.operators.symbol import frequencies, polyphase, tap_positions
+from solver_plugins.operators.symbol import frequencies, grid_for, polyphase, tap_positions
+
+GRID_TOLERANCE = 0.8
+"""With converged power steps and any kernel, a followed constant is above ``1 / 1.8`` of the truth."""
+GENERIC_SHARE = 0.02
+"""How much of a generic direction is mixed into the vectors; costs 0.04% of the estimate."""
+STILL_GROWING = 1.05
+"""By this gain of the last of three steps, another three are taken where that can be seen."""
+MOST_ROUNDS = 5
+
+Number = float | Tensor
 
 
 def start_vectors(kernel: Tensor, geometry: Geometry) -> Tensor:
@@ -39,36 +52,31 @@ def start_vectors(kernel: Tensor, geometry: Geometry) -> Tensor:
 
 
 @torch.no_grad()
-def power_step(
-    kernel: Tensor, geometry: Geometry, vectors: Tensor, diagonal: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Takes one power step ``v <- P P^H v / |P P^H v|`` at every frequency; see :func:`power_steps`."""
-    quotients, steps = power_steps(kernel, geometry, vectors, 1, diagonal)
-    return quotients[0], steps[0]
-
-
-@torch.no_grad()
-def power_quotient(kernel: Tensor, geometry: Geometry, vectors: Tensor, diagonal: Tensor | None = None) -> Tensor:
-    """Returns the quotient of a :func:`power_step`; for a matrix in few operations, as every evaluation needs it."""
-    scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
-    if not _is_matrix(kernel, geometry) or not is_eager(kernel.device) or type(scaled) is not Tensor:
-        return power_step(kernel, geometry, vectors, diagonal)[0]
+def image_of(kernel: Tensor) -> Tensor:
+    """Returns ``A r`` for a fixed ``r``, one number per output feature, in float32 at least."""
     with autocast_off(kernel.device):
-        matrix, v = scaled.flatten(1), vectors[0, 0, :, 0].contiguous()
-        tiny = torch.finfo(v.dtype).tiny
-        back = v @ matrix
-        down = _length(back)
-        up = _length(matrix @ back.mul_(1 / max(down, tiny)))
-        return vectors.new_tensor(down * up / max(_length(v), tiny))
+        rows = scaled_kernel(kernel, None).flatten(1)
+        eager = is_eager(rows.device) and type(rows) is Tensor
+        return rows @ (_kept_probe if eager else _probe)(rows.shape[1], rows.device, rows.dtype)
 
 
-def _is_matrix(kernel: Tensor, geometry: Geometry) -> bool:
-    return math.prod(kernel.shape[2:]) == 1 and geometry.groups == 1
+def _probe(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Returns ``r``: the same numbers in every dtype, on every device, compiled or not."""
+    index = torch.arange(count, device=device)
+    # Whole numbers are exact everywhere, and so are those of 16 bits over a power of two.
+    return ((index * index * 7919 + index * 104729 + 12345) % 65521).to(dtype) / 32768 - 1
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_probe(count: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Not an inference tensor, which could not be used outside that mode.
+    with torch.inference_mode(False):
+        return _probe(count, device, dtype)
 
 
 @torch.no_grad()
 def power_steps(
-    kernel: Tensor, geometry: Geometry, vectors: Tensor, count: int, diagonal: Tensor | None = None, share: float = 0.0
+    kernel: Tensor, geometry: Geometry, vectors: Tensor, count: int, diagonal: Tensor | None = None, share: bool = False
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Takes ``count`` power steps ``v <- P P^H v / |P P^H v|`` at every frequency.
 
@@ -77,8 +85,8 @@ def power_steps(
         geometry: Stride, dilation and groups matter; padding does not.
         vectors: From :func:`start_vectors` or an earlier step.
         count: The number of steps.
-        diagonal: Tracks ``diag(d) A`` instead.
-        share: The share of a generic direction that is mixed into each new vector, so that no direction is ever lost.
+        diagonal: Takes them with ``diag(d) A`` instead.
+        share: Whether a little of a generic direction is mixed into each new vector, so that no direction is ever lost.
 
     Returns:
         For each step the largest ``|P P^H v| / |v|`` as a 0-d tensor, a lower bound on the supremum that never falls
@@ -88,9 +96,7 @@ def power_steps(
     with autocast_off(kernel.device):
         symbol = _Symbol.of(scaled_kernel(kernel, diagonal, vectors.dtype), geometry)
         v = vectors.to(symbol.cos.dtype)
-        generic = share * _generic(v, real=symbol.sin is None) if share else None
-        if symbol.sin is None:
-            return symbol.real_steps(v, count, generic)
+        generic = GENERIC_SHARE * _generic(v, real=symbol.sin is None) if share else None
         for _ in range(count):
             quotient, v = symbol.step(v)
             if generic is not None:
@@ -101,98 +107,102 @@ def power_steps(
     return quotients, results
 
 
-Number = float | Tensor
+@torch.no_grad()
+def follow(
+    kernel: Tensor,
+    geometry: Geometry,
+    vectors: Tensor,
+    diagonal: Tensor | None = None,
+    gram: Tensor | None = None,
+    patient: bool = False,
+) -> tuple[Number, Tensor]:
+    """Returns an estimate of ``lambda_max(A A^T)``, a number if reading one costs nothing, and the next vectors.
+
+    One step is not enough: where Adam turns the top singular direction, or a layer starts from zeros, it is too small
+    by up to 10x. What three steps still gain is extrapolated, and the largest row is a floor. Where values can be read,
+    steps are taken as long as they gain.
+
+    Args:
+        kernel: ``[n2, n1/groups, *k]``.
+        geometry: Stride, dilation and groups matter; padding does not.
+        vectors: Of length one, from :func:`start_vectors` or an earlier call.
+        diagonal: Follows ``diag(d) A`` instead.
+        gram: ``A A^T`` if it is known, only for a matrix without a diagonal.
+        patient: Whether these weights are far from those that the vectors belong to.
+    """
+    with autocast_off(kernel.device):
+        scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
+        at_hand = is_eager(kernel.device) and type(scaled) is Tensor
+        tiny = torch.finfo(vectors.dtype).tiny
+        for round in range(MOST_ROUNDS if at_hand else 1):
+            steps = warm_steps(scaled, geometry, vectors, at_hand, gram)
+            second, third, vectors = steps.second, steps.third, steps.vectors
+            gain = _within(third / _within(second, tiny), 1.0, 2.0)
+            if at_hand and not (gain > STILL_GROWING or (patient and round < MOST_ROUNDS - 1)):
+                break
+        return _within(_within(third, second) * gain**2, steps.largest), vectors
+
+
+def _within(value: Number, low: Number, high: float | None = None) -> Number:
+    """Returns a value, or the nearest one in a range."""
+    if isinstance(value, Tensor):
+        return value.clamp(low, None) if high is None else value.clamp(low, high)
+    return max(value, low) if high is None else min(max(value, low), high)
 
 
 class WarmSteps(NamedTuple):
-    """The result of three power steps: 0-d tensors, or numbers if reading them costs nothing.
+    """The result of three power steps, as numbers or 0-d tensors.
 
     Attributes:
-        quotients: The quotients of the three steps.
+        second: The quotient of the second step.
+        third: That of the third, from a vector with a generic direction mixed in.
         largest: The largest diagonal entry of ``A A^T``, a lower bound that does not depend on the vectors.
-        vectors: The start vectors of the third step: a step from them gives its quotient again. For a matrix only the
-            real part, because the imaginary part is zero.
+        vectors: The start vectors of the third step. For a matrix only the real part: the imaginary part is zero.
     """
 
-    quotients: tuple[Number, Number, Number]
+    second: Number
+    third: Number
     largest: Number
     vectors: Tensor
 
 
-@torch.no_grad()
 def warm_steps(
-    kernel: Tensor,
-    geometry: Geometry,
-    vectors: Tensor,
-    share: float,
-    diagonal: Tensor | None = None,
-    gram: Tensor | None = None,
+    kernel: Tensor, geometry: Geometry, vectors: Tensor, at_hand: bool, gram: Tensor | None = None
 ) -> WarmSteps:
-    """Takes three power steps, with a generic direction mixed in; arguments as in :func:`power_steps`.
-
-    The vectors have length one. ``gram`` is ``A A^T`` if it is known, only for a matrix without a diagonal.
-    """
-    with autocast_off(kernel.device):
-        scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
-        if _is_matrix(kernel, geometry):
-            take = _matrix_steps_at_once if is_eager(kernel.device) and type(scaled) is Tensor else _matrix_steps
-            return take(scaled.flatten(1), vectors, share, gram)
-        quotients, results = power_steps(scaled, geometry, vectors, 3, share=share)
-        largest = torch.linalg.vector_norm(scaled.flatten(1), dim=1).amax().square()
-    return WarmSteps((quotients[0], quotients[1], quotients[2]), largest, results[1])
+    """Takes three power steps; arguments as in :func:`follow`. With ``at_hand`` the results are numbers."""
+    if math.prod(kernel.shape[2:]) == 1 and geometry.groups == 1:
+        return _matrix_steps(kernel.flatten(1), vectors, at_hand, gram)
+    quotients, results = power_steps(kernel, geometry, vectors, 3, share=True)
+    largest = torch.linalg.vector_norm(kernel.flatten(1), dim=1).amax().square()
+    found = (quotients[1], quotients[2], largest)
+    second, third, largest = map(float, found) if at_hand else found
+    return WarmSteps(second, third, largest, results[1])
 
 
-def _matrix_steps(matrix: Tensor, vectors: Tensor, share: float, gram: Tensor | None) -> WarmSteps:
-    """Takes the steps in few operations, without reading a value."""
+def _matrix_steps(matrix: Tensor, vectors: Tensor, at_hand: bool, gram: Tensor | None) -> WarmSteps:
+    """Takes the steps in few operations: for small layers, calls take longer than products."""
+    length = _length if at_hand else torch.linalg.vector_norm
     tiny, v = torch.finfo(vectors.dtype).tiny, vectors[0, 0, :, 0]
-    norm = torch.linalg.vector_norm
-    # Not from the diagonal of A A^T, because Inductor cannot take the diagonal of a product.
-    largest = norm(matrix, dim=1).amax().square()
+    largest: Number
+    if at_hand and gram is not None:
+        largest = float(gram.diagonal().amax())
+    else:
+        # Not from the diagonal of A A^T, because Inductor cannot take the diagonal of a product.
+        row = torch.linalg.vector_norm(matrix, dim=1).amax()
+        largest = float(row) ** 2 if at_hand else row.square()
     # Steps with A A^T over its largest entry neither overflow nor vanish, so no vector is scaled between them.
-    inverse = largest.clamp_min(tiny).reciprocal()
+    inverse = 1 / _within(largest, tiny)
 
     def step(x: Tensor) -> Tensor:
-        if gram is not None:
-            return (gram @ x).mul_(inverse)
-        return matrix @ (x @ matrix).mul_(inverse)
+        return (gram @ x).mul_(inverse) if gram is not None else matrix @ (x @ matrix).mul_(inverse)
 
     one = step(v)
     two = step(one)
-    first, second = norm(one), norm(two)
-    generic = _generic(torch.stack([v, torch.zeros_like(v)], -1)[None, None], real=True)[:, 0]
-    mixed = two / second.clamp_min(tiny) + share * generic
-    mixed = mixed / norm(mixed)
-    third = norm(step(mixed))
-    quotients = first * largest, second / first.clamp_min(tiny) * largest, third * largest
-    return WarmSteps(quotients, largest, mixed[None, None, :, None])
-
-
-def _matrix_steps_at_once(matrix: Tensor, vectors: Tensor, share: float, gram: Tensor | None) -> WarmSteps:
-    """Does the same with numbers, in even fewer operations: for small layers, calls take longer than products."""
-    tiny, v = torch.finfo(vectors.dtype).tiny, vectors[0, 0, :, 0]
-    if gram is None:
-        largest = float(torch.linalg.vector_norm(matrix, dim=1).amax()) ** 2
-    else:
-        largest = float(gram.diagonal().amax())
-    inverse = 1 / max(largest, tiny)
-
-    def times(x: Tensor) -> Tensor:
-        if gram is None:
-            return matrix @ (x @ matrix).mul_(inverse)
-        # One call multiplies by the factor, too; with beta=0 it does not read its first argument.
-        return torch.addmv(x, gram, x, beta=0, alpha=inverse)
-
-    def step(x: Tensor) -> tuple[Tensor, float]:
-        image = times(x)
-        return image, _length(image)
-
-    one, first = step(v)
-    two, second = step(one)
-    mixed = torch.add(_generic_share(len(v), v.dtype, share), two, alpha=1 / max(second, tiny))
-    mixed.mul_(1 / _length(mixed))
-    third = step(mixed)[1]
-    quotients = first * largest, second / max(first, tiny) * largest, third * largest
-    return WarmSteps(quotients, largest, mixed[None, None, :, None])
+    first, second = length(one), length(two)
+    mixed = two * (1 / _within(second, tiny)) + (_kept_share(len(v), v.dtype) if at_hand else _generic_share(v))
+    mixed = mixed * (1 / length(mixed))
+    third = length(step(mixed))
+    return WarmSteps(second / _within(first, tiny) * largest, third * largest, largest, mixed[None, None, :, None])
 
 
 def _length(vector: Tensor) -> float:
@@ -239,45 +249,24 @@ class _Symbol:
         quotient = down * up / torch.where(length > 0, length, 1.0)
         return quotient.amax(), new
 
-    def real_steps(self, v: Tensor, count: int, generic: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-        """Takes several steps with a matrix in few operations: for small layers, calls take longer than products."""
-        tiny = torch.finfo(v.dtype).tiny
-        rows, quotients, results = v[..., :1].mT, [], []
-        length: Tensor | None = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min(tiny)
-        for _ in range(count):
-            back = rows @ self.cos
-            down = torch.linalg.vector_norm(back, dim=-1, keepdim=True)
-            # P^H v is scaled to length one, so that weights far from one neither overflow nor vanish.
-            new = (back / down.clamp_min(tiny)) @ self.cos.mT
-            up = torch.linalg.vector_norm(new, dim=-1, keepdim=True)
-            quotients.append((down * up if length is None else down * up / length).amax())
-            rows, length = torch.where(up > 0, new / up.clamp_min(tiny), rows), None
-            if generic is not None:
-                rows = rows + generic[:, :1].mT
-                rows = rows / torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-            results.append(functional.pad(rows.mT, (0, 1)))
-        return quotients, results
-
     def _times(self, v: Tensor, adjoint: bool) -> Tensor:
         """Returns ``P v`` or ``P^H v``; the last dimension holds the real and imaginary part."""
         # As rows, because a product with two columns is up to ten times slower than one with two rows.
         rows = v.mT.contiguous()
-        assert self.sin is not None
-        cos, sin = (self.cos, self.sin) if adjoint else (self.cos.mT, self.sin.mT)
-        straight = rows @ cos
+        straight = _times(rows, self.cos if adjoint else self.cos.mT)
+        if self.sin is None:
+            return straight.mT
         # -i S (a + ib) = S b - i S a; the adjoint has the other sign.
-        real, imaginary = (rows.flip(-2) @ sin).unbind(-2)
+        real, imaginary = _times(rows.flip(-2), self.sin if adjoint else self.sin.mT).unbind(-2)
         turned = [-real, imaginary] if adjoint else [real, -imaginary]
         return (straight + torch.stack(turned, -2)).mT
 
 
-@functools.lru_cache(maxsize=256)
-def _generic_share(count: int, dtype: torch.dtype, share: float) -> Tensor:
-    """Returns a share of :func:`_generic` for a real vector, on the CPU; computed once for each length."""
-    # Not an inference tensor, which could not be used outside that mode.
-    with torch.inference_mode(False):
-        vectors = torch.empty(1, 1, count, 2, dtype=dtype, device="cpu")
-        return share * _generic(vectors, real=True)[:, 0]
+def _times(rows: Tensor, matrices: Tensor) -> Tensor:
+    if min(matrices.shape[-2:]) > 1:
+        return rows @ matrices
+    # Thousands of products with a vector (a depthwise kernel) take longer than their multiplications.
+    return (rows.unsqueeze(-1) * matrices.unsqueeze(-3)).sum(-2)
 
 
 def _generic(vectors: Tensor, real: bool) -> Tensor:
@@ -289,7 +278,19 @@ def _generic(vectors: Tensor, real: bool) -> Tensor:
     return generic / torch.linalg.vector_norm(generic)
 
 
+def _generic_share(v: Tensor) -> Tensor:
+    """Returns a share of a generic direction for a real vector."""
+    return GENERIC_SHARE * _generic(torch.stack([v, torch.zeros_like(v)], -1)[None, None], real=True)[:, 0]
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_share(count: int, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return _generic_share(torch.zeros(count, dtype=dtype, device="cpu"))
+
+
 def _grid(kernel: Tensor, geometry: Geometry) -> tuple[int, ...]:
-    """Returns the number of frequencies per dimension: 1, 4, or 8 for more than three taps."""
-    lengths = [-(-taps // step) for taps, step in zip(kernel.shape[2:], geometry.reduced_stride(), strict=True)]
-    return tuple(1 if length == 1 else 4 if length <= 3 else 8 for length in lengths)
+    """Returns the number of frequencies per dimension, which grows with the kernel."""
+    steps = geometry.reduced_stride()
+    lengths = [-(-taps // step) for taps, step in zip(kernel.shape[2:], steps, strict=True)]
+    return grid_for(lengths, GRID_TOLERANCE)[0]

@@ -45,7 +45,7 @@ class BlockStatus:
         L: ``lambda_max(A A^T)`` as the block knows it.
         constant: Where ``L`` comes from: "certified", "followed" by power steps since then, "stale" (the weights have
             moved; the next forward pass updates it), or "unknown" (the weights have no values on this device).
-        drift: How far the weights have moved: their power quotient over that at the last certificate.
+        drift: How far the weights have moved: their constant, by power steps, over that of the last certificate.
         step: Step of the first iteration: ``1/(L + lam)``, or what the solver's rule makes of that.
         blend: Share of the solve in the block's output, if one is set.
         gain: Mean of the calibrated gains, if there are any.
@@ -179,7 +179,7 @@ def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
 def _row(name: str, block: SolverBlock, names: dict[int, str]) -> BlockStatus:
     solver, kernel = block.solver, block._kernel().detach()
     inputs, outputs = kernel.shape[1] * block.geometry.groups, kernel.shape[0]
-    constant, drift = _constant(block, kernel)
+    constant, drift = block.origin()
     tau = None
     if isinstance(solver, SamplingSolver):
         tau = solver.tau(outputs if solver.samples == "outputs" else inputs)
@@ -194,30 +194,12 @@ def _row(name: str, block: SolverBlock, names: dict[int, str]) -> BlockStatus:
         tau=tau,
         L=float(block.L) if constant != "unknown" else math.nan,
         constant=constant,
-        drift=drift,
+        drift=None if drift is None else float(drift),
         step=None if constant == "unknown" else _step(block, kernel),
         blend=_mean(block.blend),
         gain=_mean(block.channel_gain),
         residual=float(block.residual) if solver.implicit else None,
     )
-
-
-def _constant(block: SolverBlock, kernel: Tensor) -> tuple[str, float | None]:
-    if not block._in_reach(kernel):
-        return "unknown", None
-    now, last, certified = block._quotient(kernel), block.power_quotient, block.certified_quotient
-    drift = float(now / certified) if float(certified) else None
-    if _apart(now, last):
-        return "stale", drift
-    moved = _apart(last, certified)
-    for name, value in block._new_reference(kernel).items():
-        moved = moved or _apart(value, getattr(block, name))
-    return ("followed" if moved else "certified"), drift
-
-
-def _apart(one: Tensor, other: Tensor) -> bool:
-    """Whether two quotients differ by more than another order of summation makes."""
-    return not bool(((one - other).abs() <= 64 * torch.finfo(one.dtype).eps * other.abs()).all())
 
 
 def _step(block: SolverBlock, kernel: Tensor) -> float:

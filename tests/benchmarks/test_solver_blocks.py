@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from solver_plugins.blocks import SolverBlock
+from solver_plugins.operators import image_of
 from tests.benchmarks import measure
 from tests.benchmarks.measure import Case
 from tests.benchmarks.solver_blocks import main
@@ -74,7 +75,7 @@ def test_the_loop_computes_what_the_block_computes(case):
     with torch.no_grad():
         block.L.fill_(measure.constant_of(layer) - measure.LAM)
         block.certify_in_evaluation = False
-        block.power_quotient.copy_(block._quotient(block._kernel()))
+        block.image.copy_(image_of(block._kernel()))
         expected = functional.relu(measure.naive_loop(layer, u.shape, 4)(u))
         torch.testing.assert_close(functional.relu(block(u)), expected, rtol=1e-4, atol=1e-5)
 

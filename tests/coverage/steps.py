@@ -41,9 +41,10 @@ def _rough_step(block: TrackedStep, method: str = "certified", tolerance: float 
     kernel = block._kernel_at_rest().detach()
     reference = block._new_reference(kernel)
     constant = rough_constant(kernel, block.geometry.groups, next(iter(reference.values()), None))
-    # Quotients of zero belong to no weights: behind the context the first look certifies.
-    values = dict.fromkeys(STEP_BUFFERS, torch.zeros_like(constant))
-    return {**values, "L": constant, "power_vectors": start_vectors(kernel, block.geometry), **reference}
+    # An image of NaN belongs to no weights: behind the context the first look certifies.
+    values = dict.fromkeys(STEP_BUFFERS, torch.ones_like(constant))
+    unknown = {"image": torch.full_like(block.image, torch.nan), "power_vectors": start_vectors(kernel, block.geometry)}
+    return {**values, "L": constant, **unknown, **reference}
 
 
 def rough_constant(kernel: Tensor, groups: int, diagonal: Tensor | None) -> Tensor:

@@ -46,7 +46,7 @@ def test_autocast(model, solver, dtype):
     assert torch.isfinite(output).all()
     for block in blocks_of(made).values():
         own = dict(block.named_buffers(recurse=False))
-        assert own["L"].dtype == own["power_vectors"].dtype == own["power_quotient"].dtype == torch.float32
+        assert own["L"].dtype == own["power_vectors"].dtype == own["image"].dtype == torch.float32
     for parameter in made.parameters():
         assert parameter.grad is None or (
             parameter.grad.dtype == torch.float32 and torch.isfinite(parameter.grad).all()
