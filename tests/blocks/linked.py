@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from solver_plugins import convert_model, inspect_model
+from solver_plugins.blocks.fold import uses_batch
+from solver_plugins.blocks.outlet import folded_norm
 from solver_plugins.errors import SolverPluginsError
 
 ITERS, LAM = 3, 1e-3
@@ -135,7 +137,8 @@ def solved(
     """
     smoothness = solver.L.detach().to(c.dtype)
     if d is not None:
-        smoothness = smoothness * (d.detach() / solver.diagonal_reference.to(d.dtype)).square().amax()
+        batch = uses_batch(folded_norm(solver.link))
+        smoothness = solver._scaled_L(layer.weight, smoothness, d.detach(), batch)
     v = c
     for _ in range(iters - 1):
         x = act(v)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from solver_plugins.blocks.fold import uses_batch
 from solver_plugins.surgery import Block
 
 Map = Callable[[Tensor], Tensor]
@@ -131,7 +132,7 @@ class Watch:
             mean, var = _statistics(norm, y)
             chain = _folded(layer, norm, mean, var)
             diagonal = (var + norm.eps).rsqrt() if norm.weight is None else norm.weight * (var + norm.eps).rsqrt()
-            smoothness = smoothness * (diagonal / solver.diagonal_reference).square().amax()
+            smoothness = solver._scaled_L(solver._kernel_at_rest(), smoothness, diagonal.detach(), uses_batch(norm))
         act = self._activation(block)
         with torch.no_grad():
             c = self._sums.pop(block.name) if block.outlet == "activation" else chain(u)
