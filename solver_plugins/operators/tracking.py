@@ -146,7 +146,8 @@ def follow(
 def _within(value: Number, low: Number, high: float | None = None) -> Number:
     """Returns a value, or the nearest one in a range."""
     if isinstance(value, Tensor):
-        return value.clamp(low, None) if high is None else value.clamp(low, high)
+        raised = torch.maximum(value, low) if isinstance(low, Tensor) else value.clamp_min(low)
+        return raised if high is None else raised.clamp_max(high)
     return max(value, low) if high is None else min(max(value, low), high)
 
 
