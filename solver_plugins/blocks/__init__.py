@@ -1,7 +1,7 @@
 """Layers as solvers: functions of their weights, and modules that stay the layers they were."""
 
 from solver_plugins.blocks.block import SolverBlock
-from solver_plugins.blocks.calibration import calibrate, set_blend
+from solver_plugins.blocks.calibration import calibrate
 from solver_plugins.blocks.classes import SolverConv1d, SolverConv2d, SolverConv3d, SolverLinear
 from solver_plugins.blocks.dropout import PassThrough, RoutedDropout, pass_through, route
 from solver_plugins.blocks.functional import solve_layer, solver_conv1d, solver_conv2d, solver_conv3d, solver_linear
@@ -9,6 +9,7 @@ from solver_plugins.blocks.install import blocks_of, guard, install_block, link_
 from solver_plugins.blocks.link import Link
 from solver_plugins.blocks.outlet import Outlet
 from solver_plugins.blocks.refresh import cache_gram, refresh_steps
+from solver_plugins.blocks.settings import set_blend, set_eval_mode, set_iters
 
 __all__ = [
     "Link",
@@ -31,6 +32,8 @@ __all__ = [
     "restore",
     "route",
     "set_blend",
+    "set_eval_mode",
+    "set_iters",
     "solve_layer",
     "solver_conv1d",
     "solver_conv2d",

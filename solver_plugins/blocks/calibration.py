@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from solver_plugins.blocks.block import SolverBlock
 from solver_plugins.blocks.install import require_blocks
-from solver_plugins.blocks.scale import check_blend
 from solver_plugins.errors import InputError
 from solver_plugins.registry import SOLVERS
 
@@ -135,21 +134,6 @@ def read_batches(batches: Iterable[Any], limit: int | None = None) -> list[Any]:
     if not kept:
         raise InputError("Expected at least one batch to calibrate with; found none.")
     return kept
-
-
-def set_blend(model: nn.Module, blend: float) -> None:
-    """Sets how much of the solver there is in every block: 0 is the original network, 1 the solver.
-
-    A schedule may call it at every step: the number is a buffer, and compiled graphs stay as they are, once the model
-    was converted with some ``blend`` below one.
-
-    Raises:
-        OptionError: If the model has no solver block, or the blend is not in [0, 1].
-    """
-    blocks = require_blocks(model)
-    check_blend(blend)
-    for block in blocks.values():
-        block.set_blend(blend)
 
 
 def _run_model(model: nn.Module, batch: Any) -> Any:

@@ -1,6 +1,6 @@
 """Blocks in a model: which there are, how they are put in and taken out, and whether all are still there."""
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Any
 
 import torch
@@ -81,24 +81,41 @@ def install_block(layer: nn.Module, activation: Activation, solver: Solver, link
     return become_block(layer, activation, solver, link)
 
 
-def restore(model: nn.Module) -> bool:
-    """Makes every module of a model plain again; returns whether there was a solver."""
-    found = False
+def restore(model: nn.Module, chosen: Container[SolverBlock] | None = None) -> bool:
+    """Makes every module of a model plain again; returns whether there was a solver.
+
+    Args:
+        model: The model.
+        chosen: Only these blocks become layers again, with what serves them alone. Dropouts stay replaced as long as
+            another block samples.
+    """
+    blocks = [block for block in model.modules() if isinstance(block, SolverBlock)]
+    left = [block for block in blocks if chosen is not None and block not in chosen]
+    needed = {id(block.link) for block in left if block.link is not None}
+    sampling, guarded = any(block.solver.samples != "nothing" for block in left), []
     for module in list(model.modules()):
         if isinstance(module, SolverBlock):
-            become_layer(module)
-            found = True
+            if module not in left:
+                become_layer(module)
         elif isinstance(module, Outlet):
-            close(module)
-        elif isinstance(module, (PassThrough, RoutedDropout)):
+            module.links = tuple(link for link in module.links if id(link) in needed)
+            if not module.links:
+                close(module)
+        elif isinstance(module, (PassThrough, RoutedDropout)) and not sampling:
             take_off(module)
         # A module may be a scope and carry the guard of the whole model.
         if isinstance(module, Scope):
-            del module.links
-            take_off(module)
+            module.links = tuple(link for link in module.links if id(link) in needed)
+            if not module.links:
+                del module.links
+                take_off(module)
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Guard)]:
             del module._forward_pre_hooks[key]
-    return found
+            guarded.append(module)
+    for module in guarded:
+        if blocks_of(module):
+            guard(module)
+    return bool(blocks)
 
 
 class Guard:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from solver_plugins.blocks.stepsize import TrackedStep
 from solver_plugins.errors import OptionError
-from solver_plugins.solve import Observer
+from solver_plugins.solve import Observer, Solver
 
 SCALE_BUFFERS = ("channel_gain", "channel_shift", "blend")
 
@@ -35,6 +35,17 @@ class Scaled(TrackedStep):
     channel_shift: Tensor | None
     blend: Tensor | None
     observer: Observer | None
+    solver: Solver
+
+    @property
+    def computes_its_layer(self) -> bool:
+        """Whether evaluation computes just what the plain layer does: after one iteration, or with ``blend=0``."""
+        config = self.solver.config
+        if config.formulation != "normalized" or self.solver.samples_in_evaluation:
+            return False
+        if self.blend is not None and float(self.blend) == 0:
+            return True
+        return config.iters == 1 and self.channel_gain is None and self.channel_shift is None
 
     def set_scale(self, gain: Tensor | None, shift: Tensor | None = None) -> None:
         """Sets factors on the solver's argument and what is added to it; None for ones, and for zeros.

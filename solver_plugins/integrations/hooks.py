@@ -1,8 +1,8 @@
-"""Registers with timm and transformers as soon as both they and this package are imported, in either order.
+"""Registers with timm, transformers and PEFT as soon as both they and this package are imported, in either order.
 
-Neither library looks for plugins by itself, and importing them takes seconds, which someone who uses neither should not
+None of them looks for plugins by itself, and importing them takes seconds, which someone who uses none should not
 pay. So a finder joins Python's import system. It finds nothing, but it sees the import of the module that holds a
-library's registry.
+registry.
 """
 
 import importlib
@@ -19,6 +19,7 @@ from solver_plugins.errors import PluginWarning, warn
 LIBRARIES = {
     "timm.models": "solver_plugins.integrations.timm",
     "transformers.quantizers.auto": "solver_plugins.integrations.transformers",
+    "peft.tuners.tuners_utils": "solver_plugins.integrations.peft",
 }
 """The module with a library's registry -> our module that registers on import."""
 

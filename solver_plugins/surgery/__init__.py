@@ -6,6 +6,7 @@ from solver_plugins.surgery.convert import convert_model
 from solver_plugins.surgery.errors import ConversionError, DefaultsWarning, RecordError, TargetError, speaking
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for
 from solver_plugins.surgery.match import match
+from solver_plugins.surgery.merge import merge_model
 from solver_plugins.surgery.parts import (
     PATTERNS,
     ActivationPart,
@@ -60,6 +61,7 @@ __all__ = [
     "example_inputs_for",
     "inspect_model",
     "match",
+    "merge_model",
     "plan_conversion",
     "record",
     "revert_model",

@@ -1,10 +1,12 @@
 """The only place where blocks are made and unmade: a conversion is applied to a model, read off it, and taken back."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
 
 from solver_plugins.blocks import (
     PassThrough,
@@ -18,16 +20,21 @@ from solver_plugins.blocks import (
     restore,
     route,
 )
+from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.prox import Prior, prox_for
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
 from solver_plugins.surgery.errors import ConversionError, naming
 from solver_plugins.surgery.model_config import enter_into_config, refuse_quantized, remove_from_config
 from solver_plugins.surgery.refusals import refuse_wrapped
+from solver_plugins.surgery.untouched import left_as_it_was
+from solver_plugins.surgery.watch import run_batch
 from solver_plugins.wrappers import FSDP2, wrapper_of
 
 _SPEC = "_conversion_spec"
 """Where a block keeps the spec that it was made by."""
+_START = "_image_at_conversion"
+"""Where a block keeps a trace of the weights that it was made with."""
 
 
 def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[str, Prior] | None = None) -> nn.Module:
@@ -62,12 +69,13 @@ def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[s
             made.routed = block.routed
             if conversion.spec is not None:
                 vars(made)[_SPEC] = conversion.spec
+            vars(made)[_START] = _image_of(made)
         for name in conversion.passed_over:
             pass_through(modules[name])
         for name in conversion.routed:
             route(modules[name])
     except BaseException:
-        _restore(model)
+        restore_plain(model)
         raise
     guard(model)
     note_conversion(model)
@@ -149,26 +157,105 @@ def _written(model: nn.Module) -> dict[str, Any]:
         return {"unwritable": str(error)}
 
 
-def revert_model(model: nn.Module) -> nn.Module:
+def revert_model(model: nn.Module, batch: Any = None) -> nn.Module:
     """Turns every solver block of a model into its plain layer again, with the weights as they are now.
 
+    The plain network is another function than the one that was trained: :func:`solver_plugins.merge_model` keeps the
+    function where blocks are affine in evaluation.
+
+    Args:
+        model: A converted model.
+        batch: What the model's forward takes: a tensor, a tuple of positional arguments, or a dict of keyword
+            arguments. With it, the warning says how much outputs change.
+
     Raises:
-        ConversionError: If there is none, or the model is sharded.
+        ConversionError: If there is no solver block, or the model is sharded.
+        RecordError: If the forward pass fails with the batch. The model is as it was then.
+
+    Warns:
+        SolverPluginsWarning: If weights were trained with more than one iteration.
     """
-    if any(wrapper_of(module) is FSDP2 for module in model.modules()):
-        # Its layers have a class that fully_shard made; taking a shell off would take that, too.
-        raise ConversionError(
-            "Expected a model that is not sharded; found modules of fully_shard. Save its full state dict, load it "
-            "into the converted model before sharding, and revert that."
-        )
-    if not _restore(model):
+    refuse_sharded(model, "revert")
+    lost = [name for name, block in blocks_of(model).items() if not block.computes_its_layer and _is_trained(block)]
+    before = evaluated(model, batch) if lost and batch is not None else None
+    if not restore_plain(model):
         raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
-    remove_from_config(model)
+    if lost:
+        _warn_of_change(lost, None if before is None else difference(before, evaluated(model, batch)))
     return model
 
 
-def _restore(model: nn.Module) -> bool:
-    """Makes every module plain again; returns whether there was a solver."""
+def refuse_sharded(model: nn.Module, verb: str) -> None:
+    """Raises ConversionError for a model sharded by FSDP2.
+
+    Its layers have a class that fully_shard made; taking a shell off would take that, too.
+    """
+    if any(wrapper_of(module) is FSDP2 for module in model.modules()):
+        raise ConversionError(
+            "Expected a model that is not sharded; found modules of fully_shard. Save its full state dict, load it "
+            f"into the converted model before sharding, and {verb} that."
+        )
+
+
+def restore_plain(model: nn.Module, chosen: Container[SolverBlock] | None = None) -> bool:
+    """Makes every module plain again, or those of chosen blocks; returns whether there was a solver."""
     for module in model.modules():
-        vars(module).pop(_SPEC, None)
-    return restore(model)
+        if chosen is None or module in chosen:
+            vars(module).pop(_SPEC, None)
+            vars(module).pop(_START, None)
+    found = restore(model, chosen)
+    if found and not blocks_of(model):
+        remove_from_config(model)
+    return found
+
+
+def mark_as_trained(model: nn.Module) -> None:
+    """Notes that the weights of a converted model were trained with its solvers: it was saved like that."""
+    for block in blocks_of(model).values():
+        vars(block)[_START] = math.nan
+
+
+def _image_of(block: SolverBlock) -> float | None:
+    """Returns the norm of ``W r`` for a fixed vector ``r``; None where the weight has no values here."""
+    kernel = block._kernel_at_rest().detach()
+    if not block._in_reach(kernel):
+        return None
+    matrix = kernel.flatten(1)
+    probe = torch.arange(matrix.shape[1], device=matrix.device, dtype=torch.float32).cos().to(matrix.dtype)
+    return float((matrix @ probe).float().norm())
+
+
+def _is_trained(block: SolverBlock) -> bool:
+    """Whether the weights are others than at the conversion, by more than a cast to a lower precision makes them."""
+    before, now = vars(block).get(_START), _image_of(block)
+    rounding = max(1e-5, 0.5 * torch.finfo(block._kernel_at_rest().dtype).eps)
+    return before is not None and now is not None and not abs(now - before) <= rounding * abs(before)
+
+
+def _warn_of_change(names: list[str], change: str | None) -> None:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    measured = f"; on this batch {change}" if change else ""
+    warn(
+        f"The reverted network is another function than the one that was trained: {shown} were trained with a solver "
+        f"of more than one iteration{measured}. merge_model(model) keeps the function where blocks are affine in "
+        "evaluation; otherwise keep the converted model, or go on training the plain one.",
+        SolverPluginsWarning,
+    )
+
+
+def evaluated(model: nn.Module, batch: Any) -> list[Tensor]:
+    """Returns the floating-point outputs of a model in evaluation mode, and leaves the model alone."""
+    with left_as_it_was(model):
+        found = run_batch(model.eval(), batch)
+    return [one for one in tree_flatten(found)[0] if isinstance(one, Tensor) and one.is_floating_point()]
+
+
+def difference(before: list[Tensor], after: list[Tensor]) -> str:
+    """Says how far two outputs of a model lie apart."""
+    size = math.sqrt(sum(float(one.double().square().sum()) for one in before))
+    moved = math.sqrt(sum(float((b - a).double().square().sum()) for a, b in zip(before, after, strict=True)))
+    text = f"its outputs change by {moved / size if size else math.inf:.2g} of their norm"
+    if before and before[0].dim() == 2 and before[0].shape[1] > 1:
+        changed = int((before[0].argmax(1) != after[0].argmax(1)).sum())
+        text += f", the largest one in {changed} of {len(before[0])} examples"
+    return text

@@ -87,9 +87,6 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
     Raises:
         RecordError: If the batch is of another kind, or the pass fails.
     """
-    _check_batch(batch)
-    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
-    args, kwargs = read_inputs(batch).to(device)
     watches: dict[str, _Watch] = {}
     with left_as_it_was(model), contextlib.ExitStack() as stack:
         for name, block in blocks_of(model).items():
@@ -98,15 +95,23 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
             block.solver = watch  # type: ignore[assignment]
             outlet = block if block.link is None else block.link.outlet.module
             stack.callback(outlet.register_forward_hook(watch.returned).remove)
-        try:
-            with torch.no_grad():
-                model(*args, **kwargs)
-        except Exception as error:
-            raise RecordError(
-                f"The forward pass of {type(model).__name__} failed with this batch. Check that model(*batch), or "
-                f"model(**batch) for a dict, runs by itself. {type(error).__name__}: {error}"
-            ) from error
+        run_batch(model, batch)
     return {name: watch.seen for name, watch in watches.items()}
+
+
+def run_batch(model: nn.Module, batch: Any) -> Any:
+    """Returns what a model makes of a batch in its present mode, without gradients; raises as :func:`watch_pass`."""
+    _check_batch(batch)
+    device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
+    args, kwargs = read_inputs(batch).to(device)
+    try:
+        with torch.no_grad():
+            return model(*args, **kwargs)
+    except Exception as error:
+        raise RecordError(
+            f"The forward pass of {type(model).__name__} failed with this batch. Check that model(*batch), or "
+            f"model(**batch) for a dict, runs by itself. {type(error).__name__}: {error}"
+        ) from error
 
 
 def _hands_on_values(block: SolverBlock) -> bool:

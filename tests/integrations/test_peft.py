@@ -10,6 +10,7 @@ from torch import nn
 from solver_plugins import conversion_of, convert_model, save
 from solver_plugins.blocks import SolverBlock
 from solver_plugins.integrations import SavingError
+from solver_plugins.surgery import ConversionError
 from tests.integrations.cases import hugging_face_inputs, hugging_face_model, timm_input, timm_model
 from tests.tolerances import tolerance
 
@@ -42,9 +43,9 @@ def output(model, inputs):
     return found if isinstance(found, torch.Tensor) else found[0]
 
 
-def with_lora(model, targets):
+def with_lora(model, targets, **options):
     torch.manual_seed(0)
-    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_dropout=0.0)
+    config = peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, lora_dropout=0.0, **options)
     return peft.get_peft_model(model, config).double()
 
 
@@ -114,12 +115,15 @@ def _base_weights(model):
     }
 
 
-def test_a_merged_adapter_takes_the_step_sizes_along():
+@pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
+def test_an_adapter_is_not_merged_into_a_solver(merge):
+    """Merging moves it inside of the solver, which is another function than adding to its result."""
     base, inputs = build("bert")
-    model = with_lora(convert_model(base, "fista", iters=10, pattern="all"), ["dense"])
-    merged = model.merge_and_unload().eval()
-    output(merged, inputs)
-    for block in merged.modules():
-        if isinstance(block, SolverBlock):
-            before = block.L.clone()
-            close(block.refresh_step(), before)
+    model = with_lora(convert_model(base, "fista", iters=3, pattern="all"), ["dense"]).eval()
+    before = output(model, inputs)
+    with pytest.raises(ConversionError, match=r"dense'.*merge_model\(model\) first"):
+        getattr(model, merge)()
+    close(output(model, inputs), before)
+    assert isinstance(next(one for one in model.modules() if hasattr(one, "base_layer")).base_layer, SolverBlock)
+    unloaded = model.unload()
+    assert any(isinstance(module, SolverBlock) for module in unloaded.modules())
