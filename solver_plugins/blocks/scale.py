@@ -43,7 +43,7 @@ class Scaled(TrackedStep):
         config = self.solver.config
         if config.formulation != "normalized" or self.solver.samples_in_evaluation:
             return False
-        if self.blend is not None and float(self.blend) == 0:
+        if self.blend is not None and not self.blend.is_meta and float(self.blend) == 0:
             return True
         return config.iters == 1 and self.channel_gain is None and self.channel_shift is None
 

@@ -176,7 +176,7 @@ def revert_model(model: nn.Module, batch: Any = None) -> nn.Module:
         SolverPluginsWarning: If weights were trained with more than one iteration.
     """
     refuse_sharded(model, "revert")
-    lost = [name for name, block in blocks_of(model).items() if not block.computes_its_layer and _is_trained(block)]
+    lost = [name for name, block in blocks_of(model).items() if _is_trained(block) and not block.computes_its_layer]
     before = evaluated(model, batch) if lost and batch is not None else None
     if not restore_plain(model):
         raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
