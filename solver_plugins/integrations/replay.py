@@ -11,7 +11,6 @@ from solver_plugins.integrations.heads import HeadRecord
 from solver_plugins.prox import PRIORS
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery import Conversion, apply_conversion
-from solver_plugins.surgery.apply import mark_as_trained
 
 
 def read_conversion(data: Any, source: str) -> Conversion:
@@ -71,11 +70,9 @@ def replay(model: nn.Module, conversion: Conversion, source: str) -> nn.Module:
         LoadingError: If the conversion does not fit the model.
     """
     try:
-        made = apply_conversion(model, conversion)
+        return apply_conversion(model, conversion)
     except SolverPluginsError as error:
         raise LoadingError(f"The conversion in {source} does not fit this model: {error}") from error
-    mark_as_trained(made)
-    return made
 
 
 def _need(kind: str, names: Iterable[str], registry: Any, source: str) -> None:

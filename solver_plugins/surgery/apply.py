@@ -34,7 +34,7 @@ from solver_plugins.wrappers import FSDP2, wrapper_of
 _SPEC = "_conversion_spec"
 """Where a block keeps the spec that it was made by."""
 _START = "_image_at_conversion"
-"""Where a block keeps a trace of the weights that it was made with."""
+"""Where a block keeps a trace of the weights that it was made with; NaN where they were trained before."""
 
 
 def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[str, Prior] | None = None) -> nn.Module:
@@ -69,7 +69,7 @@ def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[s
             made.routed = block.routed
             if conversion.spec is not None:
                 vars(made)[_SPEC] = conversion.spec
-            vars(made)[_START] = _image_of(made)
+            vars(made)[_START] = math.nan if conversion.trained else _image_of(made)
         for name in conversion.passed_over:
             pass_through(modules[name])
         for name in conversion.routed:
@@ -113,6 +113,7 @@ def conversion_of(model: nn.Module) -> Conversion:
     return Conversion(
         # Parts of a model may have been converted one by one.
         spec=specs[0] if all(spec == specs[0] for spec in specs) else None,
+        trained=bool(_trained(blocks)),
         blocks=tuple(_record(name, block, names) for name, block in blocks.items()),
         passed_over=tuple(name for name, module in named if isinstance(module, PassThrough)),
         routed=tuple(name for name, module in named if isinstance(module, RoutedDropout)),
@@ -176,7 +177,7 @@ def revert_model(model: nn.Module, batch: Any = None) -> nn.Module:
         SolverPluginsWarning: If weights were trained with more than one iteration.
     """
     refuse_sharded(model, "revert")
-    lost = [name for name, block in blocks_of(model).items() if _is_trained(block) and not block.computes_its_layer]
+    lost = _trained(blocks_of(model))
     before = evaluated(model, batch) if lost and batch is not None else None
     if not restore_plain(model):
         raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
@@ -209,12 +210,6 @@ def restore_plain(model: nn.Module, chosen: Container[SolverBlock] | None = None
     return found
 
 
-def mark_as_trained(model: nn.Module) -> None:
-    """Notes that the weights of a converted model were trained with its solvers: it was saved like that."""
-    for block in blocks_of(model).values():
-        vars(block)[_START] = math.nan
-
-
 def _image_of(block: SolverBlock) -> float | None:
     """Returns the norm of ``W r`` for a fixed vector ``r``; None where the weight has no values here."""
     kernel = block._kernel_at_rest().detach()
@@ -225,7 +220,12 @@ def _image_of(block: SolverBlock) -> float | None:
     return float((matrix @ probe).float().norm())
 
 
-def _is_trained(block: SolverBlock) -> bool:
+def _trained(blocks: Mapping[str, SolverBlock]) -> list[str]:
+    """Returns the names of the blocks whose weights were trained with a solver that is not the plain layer."""
+    return [name for name, block in blocks.items() if _has_moved(block) and not block.computes_its_layer]
+
+
+def _has_moved(block: SolverBlock) -> bool:
     """Whether the weights are others than at the conversion, by more than a cast to a lower precision makes them."""
     before, now = vars(block).get(_START), _image_of(block)
     rounding = max(1e-5, 0.5 * torch.finfo(block._kernel_at_rest().dtype).eps)

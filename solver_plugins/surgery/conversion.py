@@ -56,6 +56,7 @@ class Conversion(StrictConfig):
     blocks: tuple[BlockRecord, ...] = Field(description="The converted blocks.")
     passed_over: tuple[str, ...] = Field((), description="Names of the dropouts that solvers replace.")
     routed: tuple[str, ...] = Field((), description="Names of the dropouts that solvers share with layers.")
+    trained: bool = Field(False, description="Whether weights were trained with these solvers.")
 
     @pydantic.model_validator(mode="before")
     @classmethod

@@ -4,6 +4,7 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import safetensors.torch
@@ -15,6 +16,7 @@ from solver_plugins import (
     SolverLinear,
     apply_conversion,
     calibrate,
+    conversion_of,
     convert_model,
     merge_model,
     revert_model,
@@ -25,7 +27,7 @@ from solver_plugins import (
 from solver_plugins.blocks import PassThrough, blocks_of
 from solver_plugins.blocks.shell import Shell
 from solver_plugins.errors import OptionError, SolverPluginsWarning
-from solver_plugins.surgery import ConversionError, ConversionSpec, plan_conversion
+from solver_plugins.surgery import Conversion, ConversionError, ConversionSpec, plan_conversion
 from tests.integrations.test_peft import build, output, with_lora
 from tests.promises import cases
 from tests.promises.test_4_way_back import anatomy
@@ -281,6 +283,17 @@ def test_a_trained_model_that_is_reverted_says_what_it_loses():
         optimizer.step()
         with pytest.warns(SolverPluginsWarning, match=f"first, conv, last were trained.*{measured}.*merge_model"):
             revert_model(model, batch)
+    model, x = affine()
+    text = conversion_of(model).to_json()
+    with torch.no_grad():
+        model.last.weight.add_(0.1)
+    for given, count in ((text, 0), (conversion_of(model).to_json(), 1)):
+        fresh = Affine()
+        fresh.load_state_dict(model.state_dict())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            revert_model(apply_conversion(fresh, Conversion.from_json(given)))
+        assert len(caught) == count, "a saved model remembers whether it was trained"
     model, x = affine(iters=1)
     model(x).square().mean().backward()
     torch.optim.SGD(model.parameters(), 0.1).step()
