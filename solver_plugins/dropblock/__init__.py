@@ -1,5 +1,6 @@
 """Structured dropout: layers, their average effect, closed forms, and dropout without sampling."""
 
+from solver_plugins.dropblock.averaged import AveragedDropout, averaged_dropout
 from solver_plugins.dropblock.classifier import find_classifier
 from solver_plugins.dropblock.classifier_dropout import ClassifierDropout
 from solver_plugins.dropblock.convert import convert_dropout, inspect_dropout, revert_dropout
@@ -44,6 +45,7 @@ from solver_plugins.dropblock.theory import (
 )
 
 __all__ = [
+    "AveragedDropout",
     "BlockSizeError",
     "ClassifierDropout",
     "ClassifierError",
@@ -64,6 +66,7 @@ __all__ = [
     "Scheme",
     "StructuredDropout",
     "StructuredDropoutRegularizer",
+    "averaged_dropout",
     "characteristic_matrix",
     "convert_dropout",
     "deterministic_objective",

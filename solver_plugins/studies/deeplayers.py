@@ -2,10 +2,12 @@
 
 There are up to three stages. ``first`` trains the networks that are finetuned later, or whose features are kept.
 ``search`` trains every arm with every step size for a few epochs, for one seed, and evaluates on the validation split.
-``final`` trains with the best step size of the arm and evaluates on the test split, once.
+``final`` trains with the best step size of the arm and evaluates on the test split, once. What a solver has to beat is
+in :mod:`~solver_plugins.studies.controls`; its arms get the same search.
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
@@ -15,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solve.problem import Formulation
+from solver_plugins.studies.controls import NONE, SIMPLE, TUNED, Sites, put_control, set_rates
 from solver_plugins.studies.deeplayers_report import TableRow, draw_table, pairs, report, solved
 from solver_plugins.studies.errors import CellError
 from solver_plugins.studies.images import ImageConfig, ImageData, ImageStudy, normalised
@@ -31,6 +34,7 @@ from solver_plugins.train.outputs import whole_file
 from solver_plugins.train.tensors import Part
 
 FIRST, SEARCH, FINAL = "first", "search", "final"
+LOOKED = "validation_accuracy"
 REFERENCE = "of *Deep Layers as Stochastic Solvers* (Bibi, Ghanem, Koltun and Ranftl, ICLR 2019)"
 
 
@@ -39,12 +43,23 @@ class Search(StrictConfig):
 
     rates: list[float] = Field([1e-2], min_length=1, description="Step sizes; a single one is taken without a search.")
     epochs: int = Field(3, ge=1, description="Passes over the training split, with a whole schedule of this length.")
+    drop_rates: list[float] = Field(
+        [], description="Dropout rates that arms ending in '-tuned' choose from, besides the network's own and, where "
+        "there is the arm 'none', none."
+    )  # fmt: skip
 
     @pydantic.field_validator("rates")
     @classmethod
     def _rising(cls, rates: list[float]) -> list[float]:
         if rates[0] <= 0 or sorted(set(rates)) != rates:
             raise ValueError("expected rates above zero that rise")
+        return rates
+
+    @pydantic.field_validator("drop_rates")
+    @classmethod
+    def _shares(cls, rates: list[float]) -> list[float]:
+        if not all(0 <= rate < 1 for rate in rates) or len(set(rates)) < len(rates):
+            raise ValueError("expected drop_rates in [0, 1) that differ")
         return rates
 
 
@@ -80,6 +95,9 @@ class TableConfig(ImageConfig):
     )
     search: Search = Search()
     fitting: Fitting = Fitting(weight_decay=5e-4)
+    controls: list[str] = Field(
+        [], description=f"What the solvers are compared with: {', '.join(SIMPLE)}, or an arm with dropout and '-tuned'."
+    )
     trials: int = Field(20, ge=1, description="Passes over the test split of a network that samples. Paper: 20.")
 
     @pydantic.model_validator(mode="after")
@@ -113,7 +131,11 @@ class DeepLayersTable(ImageStudy[C]):
 
     @abstractmethod
     def arms(self) -> tuple[str, ...]:
-        """Lists the arms; the first has no solver."""
+        """Lists the arms without controls; the first has no solver."""
+
+    @abstractmethod
+    def sites(self, group: Value) -> Sites:
+        """Returns where controls are put."""
 
     @abstractmethod
     def make(self, group: Value) -> nn.Module:
@@ -137,13 +159,30 @@ class DeepLayersTable(ImageStudy[C]):
         self._parts = {}
         # Made once, so that mistakes surface before anything is written.
         for group in self.groups():
-            for arm in self.arms():
+            for arm in self.compared():
                 self._solved(self.make(group), group, arm, self._images.train.images[:1])
 
+    def compared(self) -> tuple[str, ...]:
+        """Lists the arms and the controls."""
+        known = (*self.arms(), *SIMPLE)
+        for control in self.config.controls:
+            if control not in SIMPLE and control not in (f"{arm}{TUNED}" for arm in known):
+                expected = (*SIMPLE, *(f"{arm}{TUNED}" for arm in known))
+                raise OptionError(f"Unknown control {control!r}.{did_you_mean(control, expected)}")
+        return (*self.arms(), *self.config.controls)
+
     def stages(self) -> list[list[Cell]]:
-        config = self.config
-        search = [cell for rate in config.search.rates for cell in self._cells(config.seeds[:1], SEARCH, lr=rate)]
-        stages = (self._firsts(), search if len(config.search.rates) > 1 else [], self._cells(config.seeds, FINAL))
+        search, seeds = self.config.search, self.config.seeds
+        tuned = [arm for arm in self.compared() if arm.endswith(TUNED)]
+        stages = [self._firsts()]
+        if len(search.rates) > 1 or tuned:
+            stages.append([cell for rate in search.rates for cell in self._cells(seeds[:1], SEARCH, lr=rate)])
+            # An arm without its end is the same at the network's own rate.
+            stages[-1] += [
+                Cell(arm, seeds[0], ((self.group, group), ("stage", SEARCH), ("lr", rate), ("p", p)))
+                for group in self.groups() for arm in tuned for p in search.drop_rates for rate in search.rates
+            ]  # fmt: skip
+        stages.append(self._cells(seeds, FINAL, arms=self.compared()))
         return [stage for stage in stages if stage]
 
     def _firsts(self) -> list[Cell]:
@@ -155,10 +194,11 @@ class DeepLayersTable(ImageStudy[C]):
         """Returns the cell that trains the network from which finetuning starts."""
         return Cell(FIRST, seed, ((self.group, group), ("stage", FIRST)))
 
-    def _cells(self, seeds: list[int], stage: str, **setting: Value) -> list[Cell]:
+    def _cells(self, seeds: list[int], stage: str, arms: Sequence[str] = (), **setting: Value) -> list[Cell]:
         settings: dict[str, list[Value]] = {self.group: self.groups(), "stage": [stage]}
         settings |= {key: [value] for key, value in setting.items()}
-        return Cell.grid(seed=seeds, **settings, arm=self.arms())
+        arms = arms or [arm for arm in self.compared() if not arm.endswith(TUNED)]
+        return Cell.grid(seed=seeds, **settings, arm=arms)
 
     def cells(self) -> list[Cell]:
         return [cell for stage in self.stages() for cell in stage]
@@ -173,13 +213,14 @@ class DeepLayersTable(ImageStudy[C]):
             model = self._begin(model, self._first_cell(group, cell.seed), context)
         parts = self._inputs(model, cell.seed, context)
         model = self._trained(model)
-        begun = self._convert(cell, model, parts)
-        if cell["stage"] == SEARCH:
-            changes = {"lr": cell["lr"], "epochs": config.search.epochs}
-            return begun | self._train(cell, model, parts, config.fitting.model_copy(update=changes), context)
-        rate = self._best(cell, context.earlier)
-        found = self._train(cell, model, parts, config.fitting.model_copy(update={"lr": rate}), context)
-        return {"lr": rate, **begun, **found, **self._test(cell, model, parts["test"], bool(found["diverged"]))}
+        searching = cell["stage"] == SEARCH
+        chosen = dict(cell.setting) if searching else self._best(cell, context.earlier)
+        begun = self._convert(cell, model, parts, chosen.get("p"))
+        changes = {"lr": chosen["lr"]} | ({"epochs": config.search.epochs} if searching else {})
+        found = self._train(cell, model, parts, config.fitting.model_copy(update=changes), context)
+        if searching:
+            return begun | found
+        return {**chosen, **begun, **found, **self._test(cell, model, parts["test"], bool(found["diverged"]))}
 
     def _train_first(self, cell: Cell, model: nn.Module, settings: Fitting, context: Context) -> dict[str, Any]:
         parts = self._ready(model, context)
@@ -221,16 +262,26 @@ class DeepLayersTable(ImageStudy[C]):
         assert images.test is not None
         return {"train": images.train, "validation": images.validation, "test": images.test}
 
-    def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part]) -> dict[str, Any]:
-        """Converts a network in place; returns what is measured before training."""
-        self._solved(model, cell[self.group], cell.arm, parts["train"].images[:1])
+    def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part], p: Any = None) -> dict[str, Any]:
+        """Puts an arm into a network, at a dropout rate; returns what is measured before training."""
+        self._solved(model, cell[self.group], cell.arm, parts["train"].images[:1], p)
         return {}
 
-    def _solved(self, model: nn.Module, group: Value, arm: str, example: Tensor) -> nn.Module:
-        """Puts the solvers of an arm into a network."""
-        if arm == self.arms()[0]:
+    def _solved(self, model: nn.Module, group: Value, arm: str, example: Tensor, p: float | None = None) -> nn.Module:
+        """Puts the solvers of an arm, or a control, into a network."""
+        arm = arm.removesuffix(TUNED)
+        if p is not None:
+            set_rates(model, self.sites(group), p)
+        if arm in SIMPLE:
+            put_control(model, self.sites(group), arm, self.config.solver.iters)
+        if arm == self.arms()[0] or arm in SIMPLE:
             return model
         options = self.conversion(group, arm)
+        if p is not None and not p:
+            # No dropout is live, by which the layers are found otherwise.
+            options = {**options, "pattern": "all", "targets": list(self.sites(group)), "p": 0.0}
+        elif p is not None and "p" in options:
+            options["p"] = p
         more = {"eval_mode": "stochastic"} if samples(options["solver"]) else {}
         size = self.config.image_size
         if size is not None and example.ndim == 4 and example.shape[-1] != size:
@@ -248,7 +299,7 @@ class DeepLayersTable(ImageStudy[C]):
             curve.append(self._scores(model, parts["validation"], self.name, cell.seed, "look", len(curve)).accuracy)
 
         batches = settings.batches(parts["train"], cell.seed)
-        solving = cell.arm not in (FIRST, self.arms()[0])
+        solving = cell.arm.removesuffix(TUNED) in self.arms()[1:]
         # Step sizes are certified once per epoch, as in the paper.
         hooks = Hooks((refresh_every(batches.steps),) if solving else (), (look,))
         done = fit(model, batches, settings.settings(), context, hooks=hooks)
@@ -275,20 +326,34 @@ class DeepLayersTable(ImageStudy[C]):
     def _scores(self, model: nn.Module, part: Part, *place: int | str, trials: int = 1) -> Scores:
         return scores(model, part, *place, size=self.evaluation_batch, trials=trials)
 
-    def _best(self, cell: Cell, earlier: Results) -> float:
-        rates = self.config.search.rates
-        if len(rates) == 1:
-            return rates[0]
-        found = self._found(earlier, cell[self.group], cell.arm, SEARCH)
-        reached = {float(one.cell["lr"]): one.values["validation_accuracy"] for one in found}
-        known = {rate: score for rate, score in reached.items() if score is not None}
+    def _best(self, cell: Cell, earlier: Results) -> dict[str, float]:
+        """Returns the step size, and the dropout rate of a tuned arm, that were best on the validation split."""
+        rates, group, arm = self.config.search.rates, cell[self.group], cell.arm
+        if len(rates) == 1 and not arm.endswith(TUNED):
+            return {"lr": rates[0]}
+        reached: dict[tuple[float, float | None], float | None] = {}
+        for one in self._found(earlier, group, arm, SEARCH):
+            setting = dict(one.cell.setting)
+            reached[float(setting["lr"]), float(setting["p"]) if "p" in setting else None] = one.values[LOOKED]
+        if arm.endswith(TUNED):
+            base = arm.removesuffix(TUNED)
+            own = self.rate(group)
+            for other, p in ((base, own), *([(NONE, 0.0)] if base == self.arms()[0] else [])):
+                for one in self._found(earlier, group, other, SEARCH):
+                    reached[float(one.cell["lr"]), p] = one.values[LOOKED]
+        known = {choice: score for choice, score in reached.items() if score is not None}
         if not known:
             raise OptionError(f"{cell.name}: training diverged with all of search.rates={rates}. Add smaller ones.")
-        return max(known, key=lambda rate: known[rate])
+        lr, p = max(known, key=lambda choice: known[choice])
+        return {"lr": lr} if p is None else {"lr": lr, "p": p}
+
+    def rate(self, group: Value) -> float:
+        """Returns the rate of the dropouts that solvers take the place of."""
+        return 0.0
 
     def rows(self, results: Results) -> list[TableRow]:
         """Returns one row for every network and arm."""
-        arms = (*((FIRST,) if self._tests_first() else ()), *self.arms())
+        arms = (*((FIRST,) if self._tests_first() else ()), *self.compared())
         return [
             TableRow(
                 group, self.label(group), arm, self._paper(group, arm),

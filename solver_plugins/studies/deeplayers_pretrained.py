@@ -8,17 +8,18 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional
 
-from solver_plugins.blocks import calibrate
+from solver_plugins.blocks import blocks_of, calibrate
 from solver_plugins.config import StrictConfig
 from solver_plugins.solve.problem import Formulation
 from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
+from solver_plugins.studies.controls import Sites
 from solver_plugins.studies.deeplayers import FINAL, FIRST, REFERENCE, DeepLayersTable, TableConfig, samples
 from solver_plugins.studies.deeplayers_report import TableRow, pairs, search_tables
 from solver_plugins.studies.figures import COLOURS, label, nan_for_none, new_figure
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value, finite, mean, register_study, spread
 from solver_plugins.studies.training import features_of
 from solver_plugins.train.config import ModelSection, Names
-from solver_plugins.train.randomness import seed_for
+from solver_plugins.train.randomness import seed_for, seeded
 from solver_plugins.train.tensors import Part
 
 PLAIN = "plain"
@@ -84,6 +85,7 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
     group = "model"
     # With 400 at once, EfficientNet-Lite0 at 64 pixels took 2.5 times as long per image on one thread of a CPU.
     evaluation_batch = 64
+    _sites: Sites = {}
 
     def groups(self) -> list[Value]:
         return [self.config.model.spec.removeprefix("timm/")]
@@ -117,9 +119,18 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         config = self.config
         return prepared(config.model, model, part, self._images.train, context.device, config.image_size)
 
-    def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part]) -> dict[str, Any]:
+    def sites(self, group: Value) -> Sites:
+        if not self._sites:
+            # Random weights of its own: no cell's random numbers are used up.
+            with seeded(self.name, "sites"):
+                model = self._solved(self.make(group), group, self.arms()[1], self._images.train.images[:1])
+            self._sites = dict.fromkeys(blocks_of(model))
+        return self._sites
+
+    def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part], p: Any = None) -> dict[str, Any]:
         compared = cell["stage"] == FINAL
-        if cell.arm == PLAIN:
+        if cell.arm not in self.config.arms:
+            super()._convert(cell, model, parts, p)
             return {"similarity": 1.0, "feature_scale": 1.0} if compared else {}
         wanted = features_of(model, parts["validation"], self.evaluation_batch) if compared else None
         super()._convert(cell, model, parts)

@@ -1,10 +1,13 @@
 """The report of a table of "Deep Layers as Stochastic Solvers": the paper's numbers beside ours."""
 
+import math
+import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from solver_plugins.studies.controls import SIMPLE, TUNED
 from solver_plugins.studies.figures import COLOURS, label, legend, line, nan_for_none, new_figure, whole_numbers
-from solver_plugins.studies.study import Results, Table, Value, shown, spread
+from solver_plugins.studies.study import Results, Table, Value, mean, shown, spread
 
 if TYPE_CHECKING:
     from solver_plugins.studies.deeplayers import TableConfig
@@ -46,16 +49,29 @@ class TableRow:
         return sorted({one.values["lr"] for one in self.found if "lr" in one.values})
 
 
-def pairs(row: TableRow, rows: list[TableRow], plain: str) -> list[float | None]:
-    """Returns what an arm gains over the plain one, seed by seed."""
-    (other,) = [one for one in rows if one.group == row.group and one.arm == plain]
-    both = zip(row.found.each("accuracy"), other.found.each("accuracy"), strict=True)
+def pairs(row: TableRow, rows: list[TableRow], other: str, key: str = "accuracy") -> list[float | None]:
+    """Returns what an arm gains over another one, seed by seed; ``key`` is the value of the first."""
+    (beside,) = [one for one in rows if one.group == row.group and one.arm == other]
+    both = zip(row.found.each(key), beside.found.each("accuracy"), strict=True)
     return [None if a is None or b is None else a - b for a, b in both]
+
+
+def paired(values: list[float | None]) -> str:
+    """Returns the mean of paired differences ± its standard error as text."""
+    there = [value for value in values if value is not None]
+    if len(there) < 2:
+        return spread(values, "+.2f")
+    return f"{mean(there):+.2f} ± {statistics.stdev(there) / math.sqrt(len(there)):.2f}"
+
+
+def has_solver(arm: str, plain: str) -> bool:
+    """Whether an arm is neither plain nor a control without a solver."""
+    return arm.removesuffix(TUNED) not in (plain, "first", *SIMPLE)
 
 
 def solved(rows: list[TableRow], plain: str) -> list[TableRow]:
     """Returns the rows of the arms with a solver."""
-    return [row for row in rows if row.arm not in (plain, "first")]
+    return [row for row in rows if has_solver(row.arm, plain)]
 
 
 def report(rows: list[TableRow], plain: str, config: "TableConfig", title: str) -> list[Table]:
@@ -64,18 +80,45 @@ def report(rows: list[TableRow], plain: str, config: "TableConfig", title: str) 
     return [
         Table(
             f"Accuracy on the test split: {title}",
-            ("", "paper (%)", "ours (%)", "ours - paper", "spread over trials", "sampling off in evaluation (%)", "lr"),
+            ("", "paper (%)", "ours (%)", "ours - paper", "spread over trials", "sampling off in evaluation (%)", "lr",
+             "p", "training (CPU s)"),
             [_accuracy(row) for row in rows],
             f"Ours: mean ± standard deviation over seeds {config.seeds}. {finetuned}'{plain}' has no solver and is "
-            f"trained as long as the others. A network that samples is tested {config.trials} times.",
-        ),
+            f"trained as long as the others. A network that samples is tested {config.trials} times. p: the dropout rate "
+            "that a tuned arm chose.",
+        ),  # fmt: skip
         Table(
             f"Points gained over '{plain}', with the same training",
             ("", "paper", "ours", "seeds that gain"),
             [_gain(row, rows, plain) for row in solved(rows, plain)],
         ),
+        *differences(rows, plain, config),
         *search_tables(rows, config),
     ]
+
+
+def differences(rows: list[TableRow], plain: str, config: "TableConfig") -> list[Table]:
+    """Returns a table of the arms with a solver against all controls, if there are any."""
+    if not config.controls:
+        return []
+    others = [plain, *(arm for arm in config.controls if not has_solver(arm, plain))]
+    return [
+        Table(
+            "Differences to the controls (points), sampling as each arm was trained; with sampling off in brackets",
+            ("", *(f"over '{other}'" for other in others)),
+            [
+                (f"{row.label}, {row.arm}", *(_difference(row, rows, other) for other in others))
+                for row in solved(rows, plain)
+            ],
+            f"Paired by seed, mean ± standard error over seeds {config.seeds}.",
+        )
+    ]
+
+
+def _difference(row: TableRow, rows: list[TableRow], other: str) -> str:
+    text = paired(pairs(row, rows, other))
+    off = pairs(row, rows, other, "deterministic_accuracy")
+    return text if all(one is None for one in off) else f"{text} ({paired(off)})"
 
 
 def search_tables(rows: list[TableRow], config: "TableConfig") -> list[Table]:
@@ -103,6 +146,8 @@ def _accuracy(row: TableRow) -> tuple[str, ...]:
         shown(row.found.mean("trial_spread"), ".3f"),
         shown(row.found.mean("deterministic_accuracy"), ".2f"),
         ", ".join(f"{rate:g}" for rate in row.rates),
+        ", ".join(sorted({f"{one.values['p']:g}" for one in row.found if "p" in one.values})),
+        shown(row.found.mean("training_cpu_seconds"), ".1f"),
     )
 
 
@@ -121,8 +166,9 @@ def _gain(row: TableRow, rows: list[TableRow], plain: str) -> tuple[str, ...]:
 
 
 def _searched(row: TableRow, rates: list[float]) -> tuple[str, ...]:
-    found = (row.search.of(lr=rate) for rate in rates)
-    return (f"{row.label}, {row.arm}", *(one.spread("validation_accuracy", ".2f") for one in found))
+    # Of a tuned arm, the best dropout rate at each step size.
+    found = [row.search.of(lr=rate).known("validation_accuracy") for rate in rates]
+    return (f"{row.label}, {row.arm}", *(shown(max(one, default=None), ".2f", "-") for one in found))
 
 
 def draw_table(rows: list[TableRow]) -> Any:

@@ -5,7 +5,8 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import Field
 from torch import nn
 
-from solver_plugins.integrations.architectures import LeNet
+from solver_plugins.integrations.architectures import DROPOUTS, LeNet
+from solver_plugins.studies.controls import Sites
 from solver_plugins.studies.deeplayers import REFERENCE, DeepLayersTable, TableConfig
 from solver_plugins.studies.study import Value, register_study
 
@@ -18,7 +19,7 @@ class Table2Config(TableConfig):
     variants: list[str] = Field(
         ["d-d", "d-nd", "nd-d"], min_length=1, description="Which of the two layers follow a dropout."
     )
-    drop_rate: float = Field(0.5, gt=0, lt=1, description="Of the dropouts; tau = (1 - p) n1. Paper: 0.5.")
+    drop_rate: float = Field(0.5, ge=0, lt=1, description="Of the dropouts; tau = (1 - p) n1. Paper: 0.5.")
     channels: tuple[int, int] = Field((6, 16), description="Widths of the convolutions; not in the paper.")
     features: tuple[int, int] = Field((120, 84), description="Widths of the hidden layers; not in the paper.")
 
@@ -33,6 +34,13 @@ class LeNetTable(DeepLayersTable[C]):
 
     def groups(self) -> list[Value]:
         return list(self.config.variants)
+
+    def sites(self, group: Value) -> Sites:
+        places = zip(DROPOUTS.get(str(group), ()), {"fc1": "drop1", "fc2": "drop2"}.items(), strict=False)
+        return dict(site for dropped, site in places if dropped)
+
+    def rate(self, group: Value) -> float:
+        return self.config.drop_rate
 
     def label(self, group: Value) -> str:
         return f"LeNet-{str(group).upper()}"
@@ -60,4 +68,6 @@ class DeepLayersTable2(LeNetTable[Table2Config]):
         return DROPOUT, PROXSG
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
-        return {"pattern": "strict", **self.config.solver.of(arm)}
+        # Without a rate, no layer would be found by its live dropout.
+        found = {"pattern": "strict"} if self.config.drop_rate else {"targets": list(self.sites(group)), "p": 0.0}
+        return {**found, **self.config.solver.of(arm)}

@@ -6,6 +6,7 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.integrations.architectures import CifarAlexNet
+from solver_plugins.studies.controls import Sites
 from solver_plugins.studies.deeplayers import FIRST, REFERENCE, DeepLayersTable, TableConfig
 from solver_plugins.studies.study import Value, register_study
 
@@ -33,6 +34,9 @@ class DeepLayersTable3(DeepLayersTable[Table3Config]):
 
     def arms(self) -> tuple[str, ...]:
         return PLAIN, PROXGD
+
+    def sites(self, group: Value) -> Sites:
+        return {"conv1": None}
 
     def label(self, group: Value) -> str:
         return "AlexNet"

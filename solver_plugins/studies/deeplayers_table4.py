@@ -41,4 +41,4 @@ class DeepLayersTable4(VGGTable[Table4Config]):
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
         solver = "proxgd" if arm == PROXGD else "proxsg"
-        return {**self.targets(both=arm != LAST), **self.config.solver.of(solver)}
+        return {"targets": ["fc2"] if arm == LAST else ["fc1", "fc2"], **self.config.solver.of(solver)}

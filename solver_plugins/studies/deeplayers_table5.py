@@ -36,6 +36,7 @@ class DeepLayersTable5(VGGTable[Table5Config]):
     reference = f"Table 5 {REFERENCE}"
     Config = Table5Config
     group = "p"
+    both = False
     printed: ClassVar = {
         0.0: {FIRST: 70.57, PROXSG: 70.87},
         0.1: {FIRST: 70.56, PROXSG: 70.51},
@@ -60,4 +61,4 @@ class DeepLayersTable5(VGGTable[Table5Config]):
         return f"p={float(group):g}"
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
-        return {**self.targets(both=False), "p": float(group), **self.config.solver.of(arm)}
+        return {"targets": ["fc2"], "p": float(group), **self.config.solver.of(arm)}

@@ -1,11 +1,12 @@
 """VGG16 for 32x32 images, and what the Deep Layers tables with VGG16 share."""
 
 from collections import OrderedDict
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 from torch import Tensor, nn
 
+from solver_plugins.studies.controls import Sites
 from solver_plugins.studies.deeplayers import DeepLayersTable, TableConfig, read_first
 from solver_plugins.studies.study import Cell, Context, Value
 from solver_plugins.studies.training import collected
@@ -78,7 +79,13 @@ C = TypeVar("C", bound=VGGConfig)
 
 
 class VGGTable(DeepLayersTable[C]):
-    """A table with VGG16 whose convolutions may be frozen."""
+    """A table with VGG16 whose convolutions may be frozen.
+
+    Attributes:
+        both: Whether controls are put into both fully connected layers, or the last one only.
+    """
+
+    both: ClassVar[bool] = True
 
     _features: dict[int, dict[str, Part]]
 
@@ -136,6 +143,9 @@ class VGGTable(DeepLayersTable[C]):
         trained: nn.Module = model.head if self.config.frozen else model
         return trained
 
-    def targets(self, both: bool) -> dict[str, Any]:
-        """Returns which fully connected layers become solvers: the last one, or both, but never the classifier."""
-        return {"targets": ["fc1", "fc2"] if both else ["fc2"]}
+    def sites(self, group: Value) -> Sites:
+        # The classifier is never one of them.
+        return {"fc1": "drop1", "fc2": "drop2"} if self.both else {"fc2": "drop2"}
+
+    def rate(self, group: Value) -> float:
+        return self.rates(group)[1]
