@@ -4,7 +4,7 @@ A study is one file: a config, cells, what they measure, a table, a figure, and 
 """
 
 from solver_plugins.registry import import_all
-from solver_plugins.studies.errors import CellError, OtherProcessError
+from solver_plugins.studies.cells import CellError
 from solver_plugins.studies.runner import StudyOutcome, run_study
 from solver_plugins.studies.scales import SCALES, read_study_config
 from solver_plugins.studies.study import (
@@ -20,6 +20,7 @@ from solver_plugins.studies.study import (
     register_study,
     study_info,
 )
+from solver_plugins.studies.team import OtherProcessError
 
 __all__ = [
     "SCALES",

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from solver_plugins.config import load_yaml
-from solver_plugins.studies.errors import CellError
+from solver_plugins.errors import SolverPluginsError
 from solver_plugins.studies.study import Cell, Measured, StudyConfig
 from solver_plugins.train.errors import OutputError
 from solver_plugins.train.outputs import check_same, holds_run, remove_run, whole_file, write_whole
@@ -25,6 +25,10 @@ TABLE = "table.md"
 FIGURE = "figure.png"
 _STOP = ".stop"
 _ADVICE = "choose another --output, or replace it with --overwrite"
+
+
+class CellError(SolverPluginsError, RuntimeError):
+    """A cell whose result cannot be written down or read back."""
 
 
 class RunFolder:

@@ -12,10 +12,11 @@ from solver_plugins.blocks import blocks_of, calibrate
 from solver_plugins.config import StrictConfig
 from solver_plugins.solve.problem import Formulation
 from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
+from solver_plugins.studies.comparison import FIRST, Row, better, differences, pairs, search_tables
 from solver_plugins.studies.controls import Sites
-from solver_plugins.studies.deeplayers import FINAL, FIRST, REFERENCE, DeepLayersTable, TableConfig, samples
-from solver_plugins.studies.deeplayers_report import TableRow, pairs, search_tables
+from solver_plugins.studies.deeplayers import REFERENCE, DeepLayersTable, TableConfig, samples
 from solver_plugins.studies.figures import COLOURS, label, nan_for_none, new_figure
+from solver_plugins.studies.searched import FINAL
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value, finite, mean, register_study, spread
 from solver_plugins.studies.training import features_of
 from solver_plugins.train.config import ModelSection, Names
@@ -85,7 +86,7 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
     group = "model"
     # With 400 at once, EfficientNet-Lite0 at 64 pixels took 2.5 times as long per image on one thread of a CPU.
     evaluation_batch = 64
-    _sites: Sites = {}
+    _sites: Sites | None = None
 
     def groups(self) -> list[Value]:
         return [self.config.model.spec.removeprefix("timm/")]
@@ -120,7 +121,7 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         return prepared(config.model, model, part, self._images.train, context.device, config.image_size)
 
     def sites(self, group: Value) -> Sites:
-        if not self._sites:
+        if self._sites is None:
             # Random weights of its own: no cell's random numbers are used up.
             with seeded(self.name, "sites"):
                 model = self._solved(self.make(group), group, self.arms()[1], self._images.train.images[:1])
@@ -152,6 +153,8 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
 
     def tables(self, results: Results) -> list[Table]:
         rows, config = self.rows(results), self.config
+        converted = [row for row in rows if row.arm in config.arms]
+        differing = [differences(rows, converted, [PLAIN, *config.controls], config.seeds)] if config.controls else []
         return [
             Table(
                 f"Accuracy on the test split: {self.title()}",
@@ -165,26 +168,20 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
                 "cosine and ratio of standard deviations between the pooled features of an arm and of the network as "
                 "it was, on the validation split. Training is without conversion, calibration and evaluation.",
             ),
+            *differing,
             Table(
                 f"Arms: layers {config.targets or 'of all names'}, patterns {config.pattern}",
                 ("", "solver", "iterations", "formulation", "calibrated", "blend", "more"),
-                [self._described(arm) for arm in config.arms],
+                [
+                    (name, arm.solver, str(arm.iters or config.solver.iters), arm.formulation,
+                     "yes" if arm.calibrate else "no", f"{arm.blend:g}",
+                     ", ".join(f"{key}={value}" for key, value in arm.args.items()))
+                    for name, arm in config.arms.items()
+                ],
                 f"Calibrated on {config.calibration.batches} batches of {config.fitting.batch_size} training images.",
             ),
             *search_tables(rows, config),
         ]  # fmt: skip
-
-    def _described(self, name: str) -> tuple[str, ...]:
-        arm = self.config.arms[name]
-        return (
-            name,
-            arm.solver,
-            str(arm.iters or self.config.solver.iters),
-            arm.formulation,
-            "yes" if arm.calibrate else "no",
-            f"{arm.blend:g}",
-            ", ".join(f"{key}={value}" for key, value in arm.args.items()),
-        )
 
     def summary(self, results: Results) -> dict[str, Any]:
         rows = self.rows(results)
@@ -210,7 +207,7 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         accuracy.plot([], [], "o", color=COLOURS[0], label="test, at the end")
         accuracy.plot([], [], "o", color=COLOURS[1], fillstyle="none", label="validation, after one epoch")
         accuracy.axvline(
-            nan_for_none([rows[0].accuracy])[0], color="#444444", linewidth=0.8, linestyle="--",
+            nan_for_none([rows[0].found.mean("accuracy")])[0], color="#444444", linewidth=0.8, linestyle="--",
             label=f"test, at the end, mean of '{PLAIN}'",
         )  # fmt: skip
         for panel in axes[0]:
@@ -224,9 +221,8 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         return figure
 
 
-def _compared(row: TableRow, rows: list[TableRow]) -> tuple[str, ...]:
+def _compared(row: Row, rows: list[Row]) -> tuple[str, ...]:
     gained = pairs(row, rows, PLAIN)
-    better = sum(one is not None and one > 0 for one in gained)
     plain = row.arm == PLAIN
     return (
         row.arm,
@@ -234,7 +230,7 @@ def _compared(row: TableRow, rows: list[TableRow]) -> tuple[str, ...]:
         row.found.spread("feature_scale", ".2f"),
         row.found.spread("accuracy", ".2f"),
         "" if plain else spread(gained, "+.2f"),
-        "" if plain else f"{better} of {len(gained)}",
+        "" if plain else better(gained),
         spread(_first_epoch(row), ".2f"),
         spread(_seconds(row), ".1f"),
         spread(_times(row, rows), ".2f"),
@@ -242,18 +238,18 @@ def _compared(row: TableRow, rows: list[TableRow]) -> tuple[str, ...]:
     )
 
 
-def _first_epoch(row: TableRow) -> list[float | None]:
+def _first_epoch(row: Row) -> list[float | None]:
     """Returns accuracies on the validation split after the first epoch; None if it was not completed."""
     curves = [one.values["curves"]["validation_accuracy"] for one in row.found]
     return [curve[0] if curve else None for curve in curves]
 
 
-def _seconds(row: TableRow) -> list[float | None]:
+def _seconds(row: Row) -> list[float | None]:
     """Returns CPU seconds of training; None if training diverged."""
     return [None if one.values["diverged"] else one.values["training_cpu_seconds"] for one in row.found]
 
 
-def _times(row: TableRow, rows: list[TableRow]) -> list[float | None]:
+def _times(row: Row, rows: list[Row]) -> list[float | None]:
     """Returns the training time over that of the plain network, seed by seed."""
     (plain,) = [one for one in rows if one.arm == PLAIN]
     both = zip(_seconds(row), _seconds(plain), strict=True)

@@ -5,8 +5,8 @@ from typing import Any, Self
 import pydantic
 from pydantic import Field
 
+from solver_plugins.studies.comparison import Row
 from solver_plugins.studies.deeplayers import REFERENCE, samples
-from solver_plugins.studies.deeplayers_report import TableRow
 from solver_plugins.studies.deeplayers_table2 import DROPOUT, LeNetTable, Table2Config
 from solver_plugins.studies.figures import COLOURS, label, legend, line, name_each, nan_for_none, new_figure
 from solver_plugins.studies.study import Measured, Results, Table, Value, mean, register_study, spread
@@ -53,14 +53,10 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
         goal = self._goal(rows)
         what = "" if goal is None else f" {goal:.2f} %, where '{DROPOUT}' ends"
         times = [
-            (
-                row.arm,
-                row.found.spread("training_cpu_seconds", ".1f"),
-                spread([_reached(one, goal, "cpu_seconds") for one in row.found], ".1f"),
-                spread([_reached(one, goal, "epoch") for one in row.found], ".1f"),
-            )
+            (row.arm, row.found.spread("training_cpu_seconds", ".1f"), *(
+                spread([_reached(one, goal, what) for one in row.found], ".1f") for what in ("cpu_seconds", "epoch")))
             for row in rows
-        ]
+        ]  # fmt: skip
         return [
             *super().tables(results),
             Table(
@@ -71,7 +67,7 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
             ),
         ]
 
-    def _goal(self, rows: list[TableRow]) -> float | None:
+    def _goal(self, rows: list[Row]) -> float | None:
         (plain,) = [row for row in rows if row.arm == DROPOUT]
         return plain.found.mean("validation_accuracy")
 
@@ -91,13 +87,13 @@ class DeepLayersSolvers(LeNetTable[SolversConfig]):
         for number, (solver, counts) in enumerate(self.config.iterations.items()):
             found = [row for row in rows if row.arm in [f"{solver}-{count}" for count in counts]]
             style = {"color": COLOURS[(number + 1) % len(COLOURS)], "marker": "o"}
-            left.plot(counts, nan_for_none([row.accuracy for row in found]), label=solver, **style)
+            left.plot(counts, nan_for_none([row.found.mean("accuracy") for row in found]), label=solver, **style)
             off = [row.found.mean("deterministic_accuracy") for row in found]
             if any(value is not None for value in off):
                 style = {**style, "fillstyle": "none", "linestyle": "--"}
                 left.plot(counts, nan_for_none(off), label=f"{solver}, sampling off in evaluation", **style)
         (plain,) = [row for row in rows if row.arm == DROPOUT]
-        left.axhline(nan_for_none([plain.accuracy])[0], color=COLOURS[0], label=DROPOUT)
+        left.axhline(nan_for_none([plain.found.mean("accuracy")])[0], color=COLOURS[0], label=DROPOUT)
         name_each(left, sorted({count for counts in self.config.iterations.values() for count in counts}))
         label(left, "iterations", "accuracy on the test split (%)")
         legend(left)

@@ -5,8 +5,10 @@ from typing import Any, ClassVar, Self
 import pydantic
 from pydantic import Field
 
-from solver_plugins.studies.deeplayers import FIRST, REFERENCE
-from solver_plugins.studies.deeplayers_vgg import DROPOUT, VGGConfig, VGGTable
+from solver_plugins.studies.comparison import FIRST
+from solver_plugins.studies.controls import Sites
+from solver_plugins.studies.deeplayers import REFERENCE
+from solver_plugins.studies.deeplayers_table4 import DROPOUT, VGGConfig, VGGTable
 from solver_plugins.studies.study import Value, register_study
 
 PROXSG = "proxsg"
@@ -36,7 +38,6 @@ class DeepLayersTable5(VGGTable[Table5Config]):
     reference = f"Table 5 {REFERENCE}"
     Config = Table5Config
     group = "p"
-    both = False
     printed: ClassVar = {
         0.0: {FIRST: 70.57, PROXSG: 70.87},
         0.1: {FIRST: 70.56, PROXSG: 70.51},
@@ -59,6 +60,9 @@ class DeepLayersTable5(VGGTable[Table5Config]):
 
     def label(self, group: Value) -> str:
         return f"p={float(group):g}"
+
+    def sites(self, group: Value) -> Sites:
+        return {"fc2": "drop2"}
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
         return {"targets": ["fc2"], "p": float(group), **self.config.solver.of(arm)}

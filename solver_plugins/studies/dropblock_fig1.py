@@ -1,6 +1,6 @@
 """Figures 1 and 5 of the structured dropout paper: sampling, its expectation, and the closed-form minimum."""
 
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -9,31 +9,31 @@ from torch import Tensor
 from solver_plugins.dropblock import GridBlocks, drop_block_1d
 from solver_plugins.dropblock.retain import check_divides
 from solver_plugins.studies import dropblock_shallow as shallow
-from solver_plugins.studies.figures import COLOURS, new_figure
-from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
+from solver_plugins.studies.study import Cell, Context, Measured, Results, Table, register_study
 
-SAMPLED, DETERMINISTIC = "sampled", "deterministic"
+SAMPLED: Literal["sampled"] = "sampled"
 
 
 class ClosedFormConfig(shallow.ShallowConfig):
     """Settings of Figures 1 and 5."""
 
-    thetas: list[float] = Field([0.5], min_length=1, description="Retain probabilities theta(d) at this width.")
+    thetas: shallow.Thetas = Field([0.5], min_length=1, description="Retain probabilities theta(d) at this width.")
     block_size: int = Field(5, ge=1, description="r.")
-    arms: list[str] = Field([SAMPLED, DETERMINISTIC], min_length=1, description="'sampled', 'deterministic' or both.")
+    arms: list[Literal["sampled", "deterministic"]] = Field(
+        ["sampled", "deterministic"],
+        min_length=1,
+        description="Of 'sampled' and 'deterministic', which descends on the expectation.",
+    )
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
         check_divides(self.block_size, self.sizes.hidden)
-        unknown = sorted(set(self.arms) - {SAMPLED, DETERMINISTIC})
-        if unknown:
-            raise ValueError(f"expected arms 'sampled' and 'deterministic'; found {unknown[0]!r}")
-        shallow.check_thetas(self.thetas)
         return self
 
 
 class _Convergence(shallow.ShallowStudy[ClosedFormConfig]):
     Config = ClosedFormConfig
+    heading = "theta, training"
 
     def cells(self) -> list[Cell]:
         return Cell.grid(theta=self.config.thetas, seed=self.config.seeds, arm=self.config.arms)
@@ -57,50 +57,45 @@ class _Convergence(shallow.ShallowStudy[ClosedFormConfig]):
             **found,
         }
 
+    def row_name(self, one: Measured) -> str:
+        return f"{one.cell['theta']:g}, {one.cell.arm}"
+
     def tables(self, results: Results) -> list[Table]:
-        rows = [
-            (
-                f"{one.cell['theta']:g}, {one.cell.arm}, seed {one.cell.seed}",
-                f"{one.values['closed_form']:.6g}" + ("" if one.values["attainable"] else " (bound)"),
-                *shallow.ending(one, "gap", ".3%"),
-                f"{one.seconds:.0f} s",
-            )
-            for one in results
-        ]
         sizes = self.config.sizes
-        return [
-            Table(
-                f"{sizes.inputs} → {sizes.hidden} → {sizes.outputs}, {sizes.samples} samples, blocks of "
-                f"{self.config.block_size}, {self.config.descent.iterations} steps",
-                ("theta, training", "closed form", "trained", "gap", "sampled / deterministic", "time"),
-                rows,
-                "The paper shows curves, no numbers: they meet the closed form. 'sampled' drops blocks at random, "
-                "'deterministic' descends on the expected objective instead. The last ratio compares both objectives "
-                "at the same weights along the training and is 1 up to its standard error if Lemma 2.1 holds. (bound): "
-                "this width has too few blocks to attain the closed form.",
-            )
-        ]
+        return self.cell_table(
+            results,
+            f"{sizes.inputs} → {sizes.hidden} → {sizes.outputs}, {sizes.samples} samples, blocks of "
+            f"{self.config.block_size}, {self.config.descent.iterations} steps",
+            {
+                "closed form": shallow.closed_form(".6g"),
+                "trained": shallow.FINAL,
+                "gap": shallow.value("gap", ".3%"),
+                "sampled / deterministic": shallow.agreement,
+                "time": lambda one: f"{one.seconds:.0f} s",
+            },
+            "The paper shows curves, no numbers: they meet the closed form. 'sampled' drops blocks at random, "
+            "'deterministic' descends on the expected objective instead. The last ratio compares both objectives "
+            "at the same weights along the training and is 1 up to its standard error if Lemma 2.1 holds. (bound): "
+            "this width has too few blocks to attain the closed form.",
+        )
 
     def summary(self, results: Results) -> dict[str, Any]:
         gaps = results.known("gap")
         return {"largest_gap": max(gaps, default=None), "smallest_gap": min(gaps, default=None)}
 
     def draw(self, results: Results) -> Any:
-        figure, axes = new_figure(2, len(self.config.thetas), width=5.0)
-        for theta, top, bottom in zip(self.config.thetas, *axes, strict=True):
+        columns = []
+        for theta in self.config.thetas:
             found = results.of(theta=theta, seed=self.config.seeds[0])
+            names = {}
             for one in found:
                 gap = one.values["gap"]
                 end = "diverged" if gap is None else f"{100 * gap:.2g}% above at the end"
-                style = {"color": COLOURS[2], "linestyle": "--", "label": f"training without sampling, {end}"}
-                if one.cell.arm == SAMPLED:
-                    shallow.draw_sampled(top, one, "DropBlock")
-                    style = {"color": COLOURS[0], "linestyle": "-", "label": f"sampled training, {end}"}
-                bottom.plot(*shallow.plotted(one, "objective"), **style)
-            style = {"color": COLOURS[1], "linestyle": ":", "label": "global minimum, Theorem 2.7"}
-            bottom.axhline(found[0].values["closed_form"], linewidth=2, **style)
-            shallow.name_panels(rf"$\theta$ = {theta:g}", top, bottom)
-        return figure
+                names[one.cell.arm] = f"{one.cell.arm} training, {end}"
+            title = rf"$\theta$ = {theta:g}"
+            minimum = found[0].values["closed_form"]
+            columns.append(shallow.Panels(title, found, (SAMPLED, "DropBlock"), names, minimum))
+        return shallow.draw_panels(columns, 5.0)
 
 
 @register_study

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from solver_plugins.dropblock import Dropout, drop_block_1d, drop_connect_linear, dropconnect_omega, omega
 from solver_plugins.studies import dropblock_shallow as shallow
-from solver_plugins.studies.figures import COLOURS, new_figure
-from solver_plugins.studies.study import Cell, Context, Results, Table, register_study, shown
+from solver_plugins.studies.study import Cell, Context, Measured, Results, Table, register_study
 
 DROPCONNECT, DROPOUT = "dropconnect", "dropout"
 
@@ -22,7 +21,7 @@ DROPCONNECT, DROPOUT = "dropconnect", "dropout"
 class DropConnectConfig(shallow.ShallowConfig):
     """Settings of Figures 3 and 6."""
 
-    thetas: list[float] = Field([0.5], min_length=1, description="Probabilities that a weight, or a unit, is kept.")
+    thetas: shallow.Thetas = Field([0.5], min_length=1, description="Probabilities that a weight, or a unit, is kept.")
     inputs: list[Literal["normal", "white", "correlated"]] = Field(
         ["normal", "white", "correlated"],
         min_length=1,
@@ -32,7 +31,6 @@ class DropConnectConfig(shallow.ShallowConfig):
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> Self:
-        shallow.check_thetas(self.thetas)
         if "white" in self.inputs and self.sizes.samples < self.sizes.inputs:
             raise ValueError("white inputs need at least as many samples as inputs")
         return self
@@ -40,6 +38,7 @@ class DropConnectConfig(shallow.ShallowConfig):
 
 class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
     Config = DropConnectConfig
+    heading = "inputs, theta, training"
 
     def cells(self) -> list[Cell]:
         config = self.config
@@ -63,23 +62,23 @@ class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
             **found,
         }
 
+    def row_name(self, one: Measured) -> str:
+        return f"{one.cell['inputs']}, {one.cell['theta']:g}, {one.cell.arm}"
+
     def tables(self, results: Results) -> list[Table]:
-        rows = []
-        for one in results:
-            name = f"{one.cell['inputs']}, {one.cell['theta']:g}, {one.cell.arm}, seed {one.cell.seed}"
-            final, over, agreement = shallow.ending(one, "over_dropout_minimum", ".4f")
-            rows.append((name, final, over, shown(one.values["ratio_at_last"], ".4f", "-"), agreement))
-        return [
-            Table(
-                "DropConnect against dropout",
-                ("inputs, theta, training", "objective at the end", "/ dropout's minimum", "Omega ratio",
-                 "sampled / deterministic"),
-                rows,
-                "The paper shows curves for normal inputs, no numbers: they agree. 'Omega ratio' is the regulariser of "
-                "DropConnect over that of dropout at the last weights; Theorem 4.1 says 1, which holds where X^T X is "
-                "diagonal ('white').",
-            )
-        ]  # fmt: skip
+        return self.cell_table(
+            results,
+            "DropConnect against dropout",
+            {
+                "objective at the end": shallow.FINAL,
+                "/ dropout's minimum": shallow.value("over_dropout_minimum", ".4f"),
+                "Omega ratio": shallow.value("ratio_at_last", ".4f"),
+                "sampled / deterministic": shallow.agreement,
+            },
+            "The paper shows curves for normal inputs, no numbers: they agree. 'Omega ratio' is the regulariser of "
+            "DropConnect over that of dropout at the last weights; Theorem 4.1 says 1, which holds where X^T X is "
+            "diagonal ('white').",
+        )
 
     def summary(self, results: Results) -> dict[str, Any]:
         """Returns for each kind of inputs how far the final ratio of the regularisers is from one, at most."""
@@ -90,17 +89,18 @@ class _Comparison(shallow.ShallowStudy[DropConnectConfig]):
         }
 
     def draw(self, results: Results) -> Any:
-        columns = [(kind, theta) for kind in self.config.inputs for theta in self.config.thetas]
-        figure, axes = new_figure(2, len(columns))
-        for (kind, theta), top, bottom in zip(columns, *axes, strict=True):
-            for one in results.of(inputs=kind, theta=theta, seed=self.config.seeds[0]):
-                style = {"color": COLOURS[1], "linestyle": "--", "label": "Dropout"}
-                if one.cell.arm == DROPCONNECT:
-                    shallow.draw_sampled(top, one, "DropConnect")
-                    style = {"color": COLOURS[0], "linestyle": "-", "label": "DropConnect"}
-                bottom.plot(*shallow.plotted(one, "objective"), **style)
-            shallow.name_panels(rf"{kind} inputs, $\theta$ = {theta:g}", top, bottom)
-        return figure
+        names = {DROPCONNECT: "DropConnect", DROPOUT: "Dropout"}
+        columns = [
+            shallow.Panels(
+                rf"{kind} inputs, $\theta$ = {theta:g}",
+                results.of(inputs=kind, theta=theta, seed=self.config.seeds[0]),
+                (DROPCONNECT, names[DROPCONNECT]),
+                names,
+            )
+            for kind in self.config.inputs
+            for theta in self.config.thetas
+        ]
+        return shallow.draw_panels(columns, 4.2)
 
 
 def shaped(X: Tensor, kind: str, correlation: float) -> Tensor:

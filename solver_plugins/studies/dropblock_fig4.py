@@ -10,7 +10,7 @@ from solver_plugins.dropblock import GridBlocks, OverlappingBlocks, SampledSchem
 from solver_plugins.dropblock.retain import check_divides
 from solver_plugins.studies import dropblock_shallow as shallow
 from solver_plugins.studies.figures import label, legend, line, new_figure
-from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
+from solver_plugins.studies.study import Cell, Context, Measured, Results, Table, register_study
 
 GRID, MATCHED, PRINTED, UNMATCHED = "grid", "overlapping-matched", "overlapping-printed", "overlapping-unmatched"
 _LABELS = {
@@ -65,6 +65,7 @@ class DropBlockFig4(shallow.ShallowStudy[OverlapConfig]):
     name = "dropblock-fig4"
     reference = f"Fig. 4 {shallow.REFERENCE}"
     Config = OverlapConfig
+    heading = "blocks"
 
     def cells(self) -> list[Cell]:
         return Cell.grid(arm=self.config.arms, seed=self.config.seeds)
@@ -87,22 +88,23 @@ class DropBlockFig4(shallow.ShallowStudy[OverlapConfig]):
             **found,
         }
 
+    def row_name(self, one: Measured) -> str:
+        return _LABELS[one.cell.arm]
+
     def tables(self, results: Results) -> list[Table]:
         config = self.config
-        rows = [
-            (f"{_LABELS[one.cell.arm]}, seed {one.cell.seed}", f"{one.values['kept']:.4g}",
-             *shallow.ending(one, "over_grid_minimum", ".4f"))
-            for one in results
-        ]  # fmt: skip
-        return [
-            Table(
-                f"Blocks of {config.block_size}, theta {config.theta:g}, {config.descent.iterations} steps",
-                ("blocks", "a unit is kept", "objective at the end", "/ the grid's minimum", "sampled / deterministic"),
-                rows,
-                "The paper shows curves that are 'very close in log-scale', no numbers. The rule that it prints keeps "
-                "contiguous units instead of dropping them; the one that matches DropBlock is theta^(1/r).",
-            )
-        ]
+        return self.cell_table(
+            results,
+            f"Blocks of {config.block_size}, theta {config.theta:g}, {config.descent.iterations} steps",
+            {
+                "a unit is kept": shallow.value("kept", ".4g"),
+                "objective at the end": shallow.FINAL,
+                "/ the grid's minimum": shallow.value("over_grid_minimum", ".4f"),
+                "sampled / deterministic": shallow.agreement,
+            },
+            "The paper shows curves that are 'very close in log-scale', no numbers. The rule that it prints keeps "
+            "contiguous units instead of dropping them; the one that matches DropBlock is theta^(1/r).",
+        )
 
     def summary(self, results: Results) -> dict[str, Any]:
         key = "over_grid_minimum"

@@ -12,13 +12,13 @@ from solver_plugins.dropblock import GridBlocks
 from solver_plugins.dropblock.retain import check_divides
 from solver_plugins.studies import dropblock_shallow as shallow
 from solver_plugins.studies.figures import COLOURS, label, legend, name_each, new_figure, whole_numbers
-from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
+from solver_plugins.studies.study import Cell, Context, Measured, Results, Table, register_study
 
 
 class RankConfig(shallow.ShallowConfig):
     """Settings of the study of rank and balance."""
 
-    thetas: list[float] = Field([0.3, 0.5, 0.7, 0.9], min_length=1, description="Retain probabilities.")
+    thetas: shallow.Thetas = Field([0.3, 0.5, 0.7, 0.9], min_length=1, description="Retain probabilities.")
     block_sizes: list[int] = Field([1, 2, 5, 10, 25, 50], min_length=1, description="Each divides the width.")
     threshold: float = Field(0.01, gt=0, lt=1, description="Singular values below this share of the first are zero.")
 
@@ -28,7 +28,6 @@ class RankConfig(shallow.ShallowConfig):
             if size < 1:
                 raise ValueError(f"expected block sizes of at least one; found {size}")
             check_divides(size, self.sizes.hidden)
-        shallow.check_thetas(self.thetas)
         return self
 
 
@@ -39,6 +38,7 @@ class DropBlockRank(shallow.ShallowStudy[RankConfig]):
     name = "dropblock-rank"
     reference = f"Theorems 2.5 to 2.7 {shallow.REFERENCE}; the paper has no such table"
     Config = RankConfig
+    heading = "theta, block"
 
     def cells(self) -> list[Cell]:
         config = self.config
@@ -65,30 +65,26 @@ class DropBlockRank(shallow.ShallowStudy[RankConfig]):
             "curves": {"singular_values": found.tolist(), "predicted": predicted.tolist()},
         }
 
+    def row_name(self, one: Measured) -> str:
+        return f"{one.cell['theta']:g}, {one.cell['block']}"
+
     def tables(self, results: Results) -> list[Table]:
-        rows = [
-            (
-                f"{one.cell['theta']:g}, {one.cell['block']}, seed {one.cell.seed}",
-                f"{100 * one.values['gap']:.3f}%" + ("" if one.values["attainable"] else " (bound)"),
-                f"{one.values['rank']}",
-                f"{one.values['predicted_rank']}",
-                f"{one.values['effective_rank']:.1f}",
-                f"{one.values['predicted_effective_rank']:.1f}",
-                f"{one.values['balance_at_first']:.2f} → {one.values['balance']:.2f}",
-            )
-            for one in results
-        ]
-        return [
-            Table(
-                "Trained without sampling, against the closed form",
-                ("theta, block", "gap", "rank", "predicted", "effective rank", "predicted", "balance"),
-                rows,
-                "Rank: singular values of the output above "
-                f"{100 * self.config.threshold:g}% of the first. Effective rank: exp of their entropy. "
-                "Balance: smallest over largest norm of the blocks' outputs, at first and at last; 1 by Theorem 2.5. "
-                "(bound): this width has too few blocks to attain the closed form.",
-            )
-        ]
+        return self.cell_table(
+            results,
+            "Trained without sampling, against the closed form",
+            {
+                "gap": lambda one: f"{100 * one.values['gap']:.3f}%" + ("" if one.values["attainable"] else " (bound)"),
+                "rank": shallow.value("rank", "d"),
+                "rank, predicted": shallow.value("predicted_rank", "d"),
+                "effective rank": shallow.value("effective_rank", ".1f"),
+                "effective rank, predicted": shallow.value("predicted_effective_rank", ".1f"),
+                "balance": lambda one: f"{one.values['balance_at_first']:.2f} → {one.values['balance']:.2f}",
+            },
+            "Rank: singular values of the output above "
+            f"{100 * self.config.threshold:g}% of the first. Effective rank: exp of their entropy. "
+            "Balance: smallest over largest norm of the blocks' outputs, at first and at last; 1 by Theorem 2.5. "
+            "(bound): this width has too few blocks to attain the closed form.",
+        )
 
     def summary(self, results: Results) -> dict[str, Any]:
         reached = [one.values for one in results if one.values["attainable"]]

@@ -7,16 +7,17 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import pydantic
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.dropblock import GlobalMinimum, Scheme, global_minimum, omega, theta_bar_of
-from solver_plugins.studies.figures import COLOURS, label, legend, nan_for_none
-from solver_plugins.studies.study import Context, Measured, Study, StudyConfig, finite, shown
+from solver_plugins.studies.figures import COLOURS, label, legend, line, nan_for_none, new_figure
+from solver_plugins.studies.study import Context, Measured, Results, Study, StudyConfig, Table, finite, shown
 from solver_plugins.train.randomness import seed_for
 
 REFERENCE = "of *On the Regularization Properties of Structured Dropout* (Pal, Lane, Vidal and Haeffele, CVPR 2020)"
@@ -54,11 +55,14 @@ class ShallowConfig(StudyConfig):
     descent: Descent = Descent()
 
 
-def check_thetas(thetas: list[float]) -> None:
-    """Raises ValueError if a number is not a retain probability."""
-    wrong = [theta for theta in thetas if not 0 < theta < 1]
-    if wrong:
-        raise ValueError(f"expected every theta, the probability that a unit is kept, in (0, 1); found {wrong[0]}")
+def _check_theta(theta: float) -> float:
+    if not 0 < theta < 1:
+        raise ValueError(f"expected every theta, the probability that a unit is kept, in (0, 1); found {theta}")
+    return theta
+
+
+Thetas = list[Annotated[float, pydantic.AfterValidator(_check_theta)]]
+"""Retain probabilities."""
 
 
 @dataclass(frozen=True)
@@ -223,16 +227,46 @@ C = TypeVar("C", bound=ShallowConfig)
 
 
 class ShallowStudy(Study[C]):
-    """A study of the synthetic problem."""
+    """A study of the synthetic problem: one row of the table for each cell.
+
+    Attributes:
+        heading: The heading of the rows' names.
+    """
 
     tags = ("dropblock", "synthetic")
+    heading: ClassVar[str]
+
+    def row_name(self, one: Measured) -> str:
+        """Returns what a row is called, without its seed."""
+        return one.cell.arm
+
+    def cell_table(
+        self, results: Results, title: str, columns: dict[str, Callable[[Measured], str]], note: str
+    ) -> list[Table]:
+        """Returns the table: a row for each cell, and a function from cells to texts for each column."""
+        rows = [(f"{self.row_name(one)}, seed {one.cell.seed}", *(text(one) for text in columns.values()))
+                for one in results]  # fmt: skip
+        return [Table(title, (self.heading, *columns), rows, note)]
 
 
-def ending(one: Measured, key: str, form: str) -> tuple[str, str, str]:
-    """Returns what a table says of the end of a cell: its objective, one of its values, and how sampling agrees."""
-    found, ratio = one.values, one.values["sampled_over_deterministic"]
-    agreement = "-" if ratio is None else f"{ratio:.4f} ± {found['standard_error']:.4f}"
-    return shown(found["final"], ".6g", "diverged"), shown(found[key], form, "-"), agreement
+def value(key: str, form: str, missing: str = "-") -> Callable[[Measured], str]:
+    """Returns a column with a value of the cells."""
+    return lambda one: shown(one.values[key], form, missing)
+
+
+def closed_form(form: str) -> Callable[[Measured], str]:
+    """Returns a column with the closed form, which says where this width does not attain it."""
+    return lambda one: f"{one.values['closed_form']:{form}}" + ("" if one.values["attainable"] else " (bound)")
+
+
+def agreement(one: Measured) -> str:
+    """Returns how the sampled objective agrees with its expectation."""
+    ratio = one.values["sampled_over_deterministic"]
+    return "-" if ratio is None else f"{ratio:.4f} ± {one.values['standard_error']:.4f}"
+
+
+FINAL = value("final", ".6g", "diverged")
+"""A column with the objective at the end."""
 
 
 def plotted(one: Measured, key: str) -> tuple[list[int], list[float]]:
@@ -241,14 +275,38 @@ def plotted(one: Measured, key: str) -> tuple[list[int], list[float]]:
     return [1 + step for step in curves["iteration"][: len(curves[key])]], nan_for_none(curves[key])
 
 
-def draw_sampled(panel: Any, one: Measured, name: str) -> None:
-    """Draws the objectives of a cell with masks and in expectation."""
-    panel.plot(*plotted(one, "sampled"), color=COLOURS[5], linewidth=1, label=f"{name}, stochastic")
-    panel.plot(*plotted(one, "objective"), color=COLOURS[0], label=f"{name}, deterministic")
+class Panels(NamedTuple):
+    """Two panels, one above the other: an arm with its masks, and the objectives of all arms.
+
+    Attributes:
+        title: What they show.
+        cells: One cell for each arm.
+        sampled: The arm that is shown with its masks, and its name.
+        names: Names of the arms.
+        minimum: The global minimum, if it is shown.
+    """
+
+    title: str
+    cells: Results
+    sampled: tuple[str, str]
+    names: dict[str, str]
+    minimum: float | None = None
 
 
-def name_panels(title: str, *panels: Any) -> None:
-    """Names panels of objectives over iterations, on logarithmic axes, and the first of them by a title."""
-    for number, panel in enumerate(panels):
-        label(panel, "iteration", "objective", None if number else title, log="xy")
-        legend(panel)
+def draw_panels(columns: list[Panels], width: float) -> Any:
+    """Draws objectives over iterations, on logarithmic axes."""
+    figure, axes = new_figure(2, len(columns), width=width)
+    for column, top, bottom in zip(columns, *axes, strict=True):
+        for number, one in enumerate(column.cells):
+            arm, name = column.sampled
+            if one.cell.arm == arm:
+                top.plot(*plotted(one, "sampled"), color=COLOURS[5], linewidth=1, label=f"{name}, stochastic")
+                top.plot(*plotted(one, "objective"), color=COLOURS[0], label=f"{name}, deterministic")
+            bottom.plot(*plotted(one, "objective"), **line(number, label=column.names[one.cell.arm]))
+        if column.minimum is not None:
+            style = {"color": COLOURS[2], "linestyle": ":", "label": "global minimum, Theorem 2.7"}
+            bottom.axhline(column.minimum, linewidth=2, **style)
+        for panel in (top, bottom):
+            label(panel, "iteration", "objective", column.title if panel is top else None, log="xy")
+            legend(panel)
+    return figure

@@ -12,7 +12,6 @@ from solver_plugins.studies.figures import label, legend, line, new_figure, whol
 from solver_plugins.studies.images import ImageConfig, Images, ImageStudy
 from solver_plugins.studies.proxprop_networks import BACKPROP, REFERENCE, Training, label_of, train_network
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study
-from solver_plugins.train.errors import DataError
 
 PAPER: dict[tuple[str, str], tuple[str, str]] = {
     ("mlp", BACKPROP): ("", "about 54"),
@@ -55,12 +54,6 @@ class ConvSection(_Network):
     filters: list[int] = Field([16, 20, 20], min_length=1, description="Of the convolutions.")
 
     def make(self, images: Images) -> nn.Module:
-        shrink, (_, height, width) = 2 ** len(self.filters), images.shape
-        if min(height, width) < shrink:
-            raise DataError(
-                f"Expected images of at least {shrink}x{shrink} for {len(self.filters)} poolings; found "
-                f"{width}x{height}. Give fewer conv.filters."
-            )
         return networks.conv_net(images.shape, self.filters, images.classes)
 
 

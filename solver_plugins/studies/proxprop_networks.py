@@ -14,7 +14,7 @@ from solver_plugins.studies.study import Context
 from solver_plugins.studies.training import fit, scores
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.config import OptimizerSection, ProxPropSection
-from solver_plugins.train.errors import DivergedError
+from solver_plugins.train.errors import DataError, DivergedError
 from solver_plugins.train.loop import Hooks
 from solver_plugins.train.optimizer import TrainSettings
 from solver_plugins.train.tensors import Shuffled
@@ -57,19 +57,27 @@ def mlp(shape: tuple[int, int, int], hidden: list[int], classes: int) -> nn.Modu
     return nn.Sequential(nn.Flatten(), *layers, nn.Linear(sizes[-1], classes))
 
 
-def conv_net(shape: tuple[int, int, int], filters: list[int], classes: int) -> nn.Module:
+def conv_net(shape: tuple[int, int, int], filters: list[int], classes: int, norm: bool = False) -> nn.Module:
     """Returns the convolutional network; the paper's has 16, 20 and 20 filters of 5x5, each followed by pooling.
 
-    This is the network of the paper's text; the authors' code leaves out the last pooling.
+    This is the network of the paper's text; the authors' code leaves out the last pooling, and neither has a norm.
+
+    Raises:
+        DataError: If the images are too small.
     """
     channels, height, width = shape
+    shrink = 2 ** len(filters)
+    if min(height, width) < shrink:
+        raise DataError(
+            f"Expected images of at least {shrink}x{shrink} for {len(filters)} poolings; found {width}x{height}. Give "
+            "fewer conv.filters."
+        )
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise([channels, *filters]):
-        layers += [nn.Conv2d(before, after, 5, padding=2), nn.ReLU(), nn.MaxPool2d(2)]
-    shrink = 2 ** len(filters)
-    return nn.Sequential(
-        *layers, nn.Flatten(), nn.Linear(filters[-1] * (height // shrink) * (width // shrink), classes)
-    )
+        layers += [nn.Conv2d(before, after, 5, padding=2), *([nn.BatchNorm2d(after)] if norm else [])]
+        layers += [nn.ReLU(), nn.MaxPool2d(2)]
+    last = filters[-1] * (height // shrink) * (width // shrink)
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(last, classes))
 
 
 def train_network(

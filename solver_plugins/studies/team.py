@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from solver_plugins.studies.errors import OtherProcessError
+from solver_plugins.errors import SolverPluginsError
 from solver_plugins.train.errors import LaunchError
 
 _PATIENCE = timedelta(minutes=5)
@@ -20,6 +20,10 @@ _FAREWELL = 10.0
 _LOOK = 0.05
 """Seconds between two checks for messages."""
 _TEAMS = itertools.count()
+
+
+class OtherProcessError(SolverPluginsError, RuntimeError):
+    """Another process of the same launch has failed."""
 
 
 class Team:

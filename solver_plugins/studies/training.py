@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import Field
@@ -21,7 +21,7 @@ from solver_plugins.train.errors import DivergedError
 from solver_plugins.train.evaluate import Scores, evaluate
 from solver_plugins.train.launch import Alone
 from solver_plugins.train.loop import Batches, Hooks, Loop, Objective
-from solver_plugins.train.optimizer import TrainSettings
+from solver_plugins.train.optimizer import TrainSettings, make_optimizer
 from solver_plugins.train.tensors import Part, Shuffled
 
 EVALUATION_BATCH = 500
@@ -30,7 +30,7 @@ EVALUATION_BATCH = 500
 class Fitting(StrictConfig):
     """How a classifier of images is trained, in the same way for all arms."""
 
-    optimizer: Literal["sgd", "adamw"] = Field("sgd", description="SGD with momentum, or AdamW.")
+    optimizer: str = Field("sgd", description="SGD with momentum, or a name of timm.optim.list_optimizers().")
     lr: float = Field(0.1, gt=0, description="Step size at the beginning.")
     momentum: float = Field(0.9, ge=0, lt=1, description="Of sgd.")
     weight_decay: float = Field(3e-4, ge=0, description="On all parameters.")
@@ -52,12 +52,16 @@ class Fitting(StrictConfig):
             schedule = ScheduleSection(sched="step", decay_epochs=self.decay_epochs, decay_rate=self.decay_rate)
         optimizer = OptimizerSection(
             # timm's sgd uses Nesterov's momentum.
-            opt="momentum" if self.optimizer == "sgd" else "adamw",
+            opt="momentum" if self.optimizer == "sgd" else self.optimizer,
             lr=self.lr,
             weight_decay=self.weight_decay,
             momentum=self.momentum,
         )
         return TrainSettings(self.epochs, optimizer, schedule, decay_all=True)
+
+    def check(self, model: nn.Module) -> None:
+        """Makes the optimiser of a model once, so that a wrong name raises."""
+        make_optimizer(self.settings(), model)
 
 
 @dataclass(frozen=True)

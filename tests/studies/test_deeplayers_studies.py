@@ -9,14 +9,13 @@ from torch import nn
 from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import OptionError, SolverPluginsError
 from solver_plugins.studies import Cell, CellError, Context, Results, read_study_config, run_study
-from solver_plugins.studies.deeplayers import FINAL, SEARCH
 from solver_plugins.studies.deeplayers_solvers import DeepLayersSolvers, _reached
 from solver_plugins.studies.deeplayers_table2 import DeepLayersTable2
 from solver_plugins.studies.deeplayers_table3 import DeepLayersTable3
-from solver_plugins.studies.deeplayers_table4 import DeepLayersTable4
+from solver_plugins.studies.deeplayers_table4 import CifarVGG, DeepLayersTable4
 from solver_plugins.studies.deeplayers_table5 import DeepLayersTable5
-from solver_plugins.studies.deeplayers_vgg import CifarVGG
 from solver_plugins.studies.images import Images
+from solver_plugins.studies.searched import FINAL, SEARCH
 from solver_plugins.studies.study import Measured
 from solver_plugins.train.optimizer import make_optimizer, make_schedule
 from solver_plugins.train.tensors import Part
@@ -138,7 +137,7 @@ def test_each_arm_takes_its_own_best_step_size():
         ("proxsg", 0.01, 50.0), ("proxsg", 0.03, 40.0), ("proxsg", 0.1, None),
     )  # fmt: skip
     cells = {arm: Cell(arm, 2, (("variant", "d-d"), ("stage", FINAL))) for arm in table.arms()}
-    assert table._best(cells["dropout"], results) == 0.03 and table._best(cells["proxsg"], results) == 0.01
+    assert table._best(cells["dropout"], results)["lr"] == 0.03 and table._best(cells["proxsg"], results)["lr"] == 0.01
     with pytest.raises(OptionError, match="smaller"):
         table._best(cells["proxsg"], searched(("proxsg", 0.01, None)))
 
@@ -162,7 +161,7 @@ def test_time_to_an_accuracy():
     assert _reached(one, 41.0, "epoch") is None and _reached(one, None, "epoch") is None
 
 
-SMALL = ["variants=[d-d]", "data.train=train[:64]", "fitting.epochs=1"]
+SMALL = ["variants=[d-d]", "controls=[]", "data.train=train[:64]", "fitting.epochs=1"]
 
 
 def test_a_step_size_that_diverges_is_not_taken(tmp_path):
