@@ -126,7 +126,8 @@ class SearchedStudy(ImageStudy[C]):
             for group, arm, candidates in tried
             for one in candidates
         ]
-        final = Cell.grid(seed=seeds, **{self.group: groups, "stage": [FINAL]}, arm=compared)
+        setting: dict[str, list[Value]] = {self.group: groups, "stage": [FINAL]}
+        final = Cell.grid(seed=seeds, **setting, arm=compared)
         needed = any(len(candidates) != 1 or "p" in candidates[0] for *_, candidates in tried)
         return [search, final] if needed else [final]
 
