@@ -82,7 +82,7 @@ def better(values: list[float | None]) -> str:
     return f"{sum(one is not None and one > 0 for one in values)} of {len(values)}"
 
 
-def accuracies(rows: list[Row], plain: str, seeds: list[int], title: str) -> list[Table]:
+def accuracies(rows: list[Row], plain: str, config: "SearchedConfig", title: str) -> list[Table]:
     """Returns the table of accuracies on the test split; columns that no row fills are left out."""
     columns = {
         "paper (%)": [shown(row.paper, ".2f") for row in rows],
@@ -97,13 +97,14 @@ def accuracies(rows: list[Row], plain: str, seeds: list[int], title: str) -> lis
     kept = {name: texts for name, texts in columns.items() if any(texts)}
     finetuned = "'first' is the network before it is finetuned. " if any(row.arm == FIRST for row in rows) else ""
     tuned = " p: the dropout rate that a tuned arm chose." if "p" in kept else ""
+    expected = f" Predicted before the test split was read: {config.predictions}" if config.predictions else ""
     return [
         Table(
             f"Accuracy on the test split: {title}",
             ("", *kept),
             list(zip([row.name for row in rows], *kept.values(), strict=True)),
-            f"Ours: mean ± standard deviation over seeds {seeds}. {finetuned}'{plain}' is what the others are compared "
-            f"with.{tuned}",
+            f"Ours: mean ± standard deviation over seeds {config.seeds}. {finetuned}'{plain}' is what the others are compared "
+            f"with.{tuned}{expected}",
         )
     ]
 

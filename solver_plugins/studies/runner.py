@@ -177,7 +177,6 @@ def page(study: Study[Any], tables: list[Table], metrics: dict[str, Any], comman
         f"# {study.name}\n\n{study.reference}\n\n"
         + "\n".join(table.markdown() for table in tables)
         + (f"\nOf the settings: {study.config.note}\n" if study.config.note else "")
-        + (f"\nPredicted before: {study.config.predictions}\n" if study.config.predictions else "")
         + f"\n![{study.name}]({FIGURE})\n\n"
         f"`{how}`, {made['date']}, seeds {seeds}, {minutes:.1f} minutes of cells on {made['threads']} threads "
         f"({made['machine']}, {made['device']}), torch {made['torch']}.\n"

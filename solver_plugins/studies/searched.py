@@ -52,6 +52,7 @@ class SearchedConfig(ImageConfig):
     image_size: int | None = Field(None, ge=1, description="Images are resized to this side; null for as they are.")
     search: Search = Search()
     fitting: Fitting = Fitting(weight_decay=5e-4)
+    predictions: str = Field("", description="What was expected, written down before the test split was read.")
 
     @pydantic.model_validator(mode="after")
     def _tested(self) -> Self:
@@ -256,7 +257,7 @@ class SearchedStudy(ImageStudy[C]):
 
     def tables(self, results: Results) -> list[Table]:
         rows = self.rows(results)
-        return [*accuracies(rows, self.arms()[0], self.config.seeds, self.title()), *search_tables(rows, self.config)]
+        return [*accuracies(rows, self.arms()[0], self.config, self.title()), *search_tables(rows, self.config)]
 
     def summary(self, results: Results) -> dict[str, Any]:
         rows, plain = self.rows(results), self.arms()[0]

@@ -36,7 +36,6 @@ class StudyConfig(StrictConfig):
 
     seeds: list[int] = Field([0], min_length=1, description="One repetition for each; arms share data and weights.")
     note: str = Field("", description="What readers of the report should know, such as how settings were chosen.")
-    predictions: str = Field("", description="What was expected, written down before the test split was read.")
 
     @pydantic.field_validator("seeds")
     @classmethod

@@ -108,7 +108,7 @@ def test_a_killed_run_goes_on(tmp_path, monkeypatch):
 def test_another_config_is_refused_and_changes_nothing(tmp_path):
     run_study("toy", config(), tmp_path / "run")
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    with pytest.raises(OutputError, match=r"another rates \(there rates: \[1.0, 2.0\], now \[1.0\]\)"):
+    with pytest.raises(OutputError, match=r"other options \(rates was \[1.0, 2.0\] and is now \[1.0\]\)"):
         run_study("toy", config(rates=[1.0]), tmp_path / "run")
     assert before == {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     run_study("toy", config(rates=[1.0]), tmp_path / "run", overwrite=True)
