@@ -103,8 +103,8 @@ def accuracies(rows: list[Row], plain: str, config: "SearchedConfig", title: str
             f"Accuracy on the test split: {title}",
             ("", *kept),
             list(zip([row.name for row in rows], *kept.values(), strict=True)),
-            f"Ours: mean ± standard deviation over seeds {config.seeds}. {finetuned}'{plain}' is what the others are compared "
-            f"with.{tuned}{expected}",
+            f"Ours: mean ± standard deviation over seeds {config.seeds}. {finetuned}'{plain}' is what the "
+            f"others are compared with.{tuned}{expected}",
         )
     ]
 
