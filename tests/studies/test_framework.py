@@ -119,7 +119,7 @@ def test_folders_of_others_are_refused(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
-        with pytest.raises(OutputError, match=r"holds thesis.tex, which is no run of a study"):
+        with pytest.raises(OutputError, match=r"holds thesis.tex, which is not a run of a study"):
             run_study("toy", config(), tmp_path / "run", overwrite=overwrite)
     assert (tmp_path / "run" / "thesis.tex").read_text() == "years of work"
     with pytest.raises(OutputError, match="is a file"):
