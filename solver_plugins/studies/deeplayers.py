@@ -5,6 +5,7 @@ are finetuned later, or whose features are kept. What a solver has to beat is in
 :mod:`~solver_plugins.studies.controls`; its arms get the same search.
 """
 
+import warnings
 from abc import abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.errors import OptionError, SolverPluginsWarning, did_you_mean
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solve.problem import Formulation
@@ -251,7 +252,11 @@ def _sampling_off(model: nn.Module) -> nn.Module:
         block.model_copy(update={"settings": {**block.settings, "eval_mode": "deterministic"}})
         for block in known.blocks
     )
-    return apply_conversion(revert_model(model), known.model_copy(update={"blocks": blocks}))
+    with warnings.catch_warnings():
+        # The solvers come back at once.
+        warnings.simplefilter("ignore", SolverPluginsWarning)
+        plain = revert_model(model)
+    return apply_conversion(plain, known.model_copy(update={"blocks": blocks}))
 
 
 def _weights(folder: Path, cell: Cell) -> Path:
