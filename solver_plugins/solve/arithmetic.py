@@ -24,10 +24,11 @@ class Numbers:
         kept: ``1 - t_k s lam``.
     """
 
-    def __init__(self, smoothness: Tensor, recursion: Recursion, iterations: int, *, unit: bool, lam: float):
+    def __init__(self, smoothness: Tensor, recursion: Recursion, iterations: int, *, unit: bool, lam: Step):
         self.at_hand = is_eager(smoothness.device) and type(smoothness) is Tensor
         constant: Step = float(smoothness) if self.at_hand else smoothness
         self.scale: Step = 1 / constant if unit else 1.0
+        lam = float(lam) if self.at_hand else lam
         base: Step = 1.0 if unit else 1 / constant
         factor = recursion.factor
         self.factors: list[Step] = [1.0 if factor is None else factor(k, constant) for k in range(iterations)]

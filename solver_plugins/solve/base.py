@@ -30,9 +30,27 @@ class SolverConfig(StrictConfig):
     lam: float = pydantic.Field(
         1e-3, ge=0, description="Strong convexity added to F (the paper's 1e-3), so that a minimiser exists."
     )
+    lam_relative: float | None = pydantic.Field(
+        None, gt=0, description="lam in units of lambda_max(A A^T), which differs between layers; instead of 'lam'."
+    )
     formulation: Formulation = pydantic.Field(
         "normalized", description="'normalized': one iteration is the block exactly; 'paper': step 1/L."
     )
+
+    @pydantic.model_validator(mode="after")
+    def _one_lam(self) -> "SolverConfig":
+        # By value: a config that was saved and read again sets every field.
+        if self.lam_relative is not None and self.lam != SolverConfig.model_fields["lam"].default:
+            raise ValueError(
+                f"expected 'lam' or 'lam_relative'; found both, lam={self.lam}, lam_relative={self.lam_relative}. Drop "
+                "one of them."
+            )
+        return self
+
+    @property
+    def is_regularised(self) -> bool:
+        """Whether ``F`` is strongly convex whatever the weights are."""
+        return self.lam > 0 or self.lam_relative is not None
 
 
 class DeterministicConfig(SolverConfig):
@@ -216,9 +234,15 @@ class Solver(abc.ABC):
         """Whether the solve uses ``L`` at all: one normalized iteration is the plain layer, whatever ``L`` is."""
         return self.config.iters > 1 or self.config.formulation == "paper"
 
+    def lam(self, lipschitz: Tensor) -> Step:
+        """Returns ``lam``, given ``lambda_max(A A^T)``."""
+        relative = self.config.lam_relative
+        found: Step = self.config.lam if relative is None else relative * lipschitz
+        return found
+
     def smoothness(self, operator: LinearOperator, lipschitz: Tensor) -> Tensor:
         """Returns the constant whose inverse is the step (see :mod:`solver_plugins.solve.steps`)."""
-        return full_smoothness(lipschitz, self.config.lam)
+        return full_smoothness(lipschitz, self.lam(lipschitz))
 
     @property
     def recursion(self) -> Recursion | None:
@@ -284,7 +308,10 @@ class SamplingSolver(Solver):
     def factor(self, iteration: int, smoothness: Step) -> Step:
         """Returns what the step of an iteration is multiplied by, given the constant that sets it."""
         config = self.config
-        return step_factor(config.step, iteration, decay=config.decay, lam=config.lam, smoothness=smoothness)
+        # A step that decays starts at 1/L, L = lambda_max + lam.
+        relative = config.lam_relative
+        share = config.lam / smoothness if relative is None else relative / (1 + relative)
+        return step_factor(config.step, iteration, decay=config.decay, share=share)
 
     def step_at(self, problem: BlockProblem, iteration: int) -> Step:
         """Returns the step ``t_k`` of an iteration."""

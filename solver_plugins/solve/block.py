@@ -93,7 +93,7 @@ def pose_problem(
         rounding=torch.finfo(products).eps,
         prior=prior,
         smoothness=solver.smoothness(operator, constants.L.detach().to(working)),
-        lam=solver.config.lam,
+        lam=solver.lam(constants.L.detach().to(working)),
         formulation=solver.config.formulation,
         known=skip is not None or (additive is not None and bias is None),
         result=products,

@@ -55,7 +55,7 @@ def check_combination(
             f"{solver.name} leaves coordinates at zero, and the activation {prior.name!r} never is zero: there is no "
             "argument to hand out; use output='value'."
         )
-    if solver.config.lam > 0 or prior.bounded or out_features <= in_features * math.prod(geometry.stride):
+    if solver.config.is_regularised or prior.bounded or out_features <= in_features * math.prod(geometry.stride):
         return
     reason = (
         f"{out_features} outputs of {in_features} inputs with lam=0 and prior {prior.name!r}: the problem need not "
@@ -102,7 +102,7 @@ def check_rank(solver: Solver, prior: Prior, kernel: Tensor) -> None:
 
     The rank is known for a linear layer only; a bounded prior needs none.
     """
-    if not solver.implicit or solver.config.lam > 0 or prior.bounded or kernel.is_meta:
+    if not solver.implicit or solver.config.is_regularised or prior.bounded or kernel.is_meta:
         return
     if kernel.dim() == 2 and int(torch.linalg.matrix_rank(kernel.detach().double())) == kernel.shape[0]:
         return

@@ -61,7 +61,13 @@ class _Iterations:
     def __init__(self, given: Given, matrix: Tensor | None = None, weights: Sequence[Tensor] = ()):
         self.given, self.rule, self.recursion = given, given.rule, given.rule.recursion
         rule = given.rule
-        self.numbers = Numbers(given.smoothness, rule.recursion, rule.iterations, unit=rule.unit, lam=rule.lam)
+        self.numbers = Numbers(
+            given.smoothness,
+            rule.recursion,
+            rule.iterations,
+            unit=rule.unit,
+            lam=rule.lam if given.lam is None else given.lam,
+        )
         self.made = make_products(given, self.numbers, matrix, weights)
         self.momenta = rule.recursion.momenta(rule.iterations)
 

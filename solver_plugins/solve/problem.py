@@ -58,7 +58,7 @@ class BlockProblem:
     rounding: float
     prior: Prior
     smoothness: Tensor
-    lam: float
+    lam: Step
     formulation: Formulation
     gram: Tensor | None = None
     known: bool = False
@@ -162,7 +162,7 @@ class BlockProblem:
         A gate adds ``sum_i (1 - a_i)/a_i (x_i^2/2 - c_i x_i + g_i(x_i))`` over the outputs that it does not close.
         """
         fitted, input = self.operator.adjoint(x).to(x.dtype), self.input.to(x.dtype)
-        lam: float | Tensor = self.lam
+        lam = self.lam
         if self.formulation == "normalized":
             root = self.smoothness.sqrt()
             fitted, input, lam = fitted / root, input * root, lam / self.smoothness

@@ -70,7 +70,7 @@ class ProxSG(SamplingSolver):
     def smoothness(self, operator: LinearOperator, lipschitz: Tensor) -> Tensor:
         tau = self.tau(operator.in_features)
         if self.config.step != "expected_smoothness" or tau == operator.in_features:
-            return full_smoothness(lipschitz, self.config.lam)
+            return full_smoothness(lipschitz, self.lam(lipschitz))
         norms = operator.column_norms_sq()
         probabilities = None
         if self.config.sampling == "lipschitz":
@@ -78,7 +78,7 @@ class ProxSG(SamplingSolver):
         elif self.config.sampling == "gradient":
             # Only the uniform share is known in advance.
             probabilities = torch.full_like(norms, UNIFORM_SHARE * tau / norms.numel())
-        return sampled_smoothness(lipschitz, self.config.lam, norms, tau, probabilities)
+        return sampled_smoothness(lipschitz, self.lam(lipschitz), norms, tau, probabilities)
 
     recursion = SamplingSolver.recursion
 

@@ -25,7 +25,7 @@ class Rule:
         recursion: The iterations.
         iterations: ``T``.
         prior: ``g``.
-        lam: The strong convexity.
+        lam: The strong convexity, where it is a number.
         unit: Whether ``s = 1/L`` and ``t = 1`` (formulation ``normalized``), else ``s = 1`` and ``t = 1/L``.
         layout: How the output's dimensions are merged.
         samples: What was drawn, but for its tensors.
@@ -82,6 +82,7 @@ class Given(NamedTuple):
         bias: ``b`` where gradients are sampled.
         gate: ``a``: 0-d, or one number per output feature; None for one.
         smoothness: ``L``.
+        lam: The strong convexity, where it depends on the weights.
         gram: ``A A^T``, a constant, where it is known already.
         inputs: See :class:`~solver_plugins.solve.recursion.Samples`, as for the next two.
         outputs: Masks of the outputs.
@@ -95,6 +96,7 @@ class Given(NamedTuple):
     bias: Tensor | None
     gate: Tensor | None
     smoothness: Tensor
+    lam: Tensor | None
     gram: Tensor | None
     inputs: Tensor | None
     outputs: Tensor | None

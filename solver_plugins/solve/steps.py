@@ -31,13 +31,13 @@ There ``A A^T x = 0``, so any step will do.
 """
 
 
-def full_smoothness(lipschitz: Tensor, lam: float) -> Tensor:
+def full_smoothness(lipschitz: Tensor, lam: Step) -> Tensor:
     """Returns ``lambda_max(A A^T) + lam`` (Lemma 2 with the omitted ``lam``), at least a tiny positive number."""
     return (lipschitz + lam).clamp_min(SMALLEST_CONSTANT)
 
 
 def sampled_smoothness(
-    lipschitz: Tensor, lam: float, column_norms_sq: Tensor, tau: int, probabilities: Tensor | None = None
+    lipschitz: Tensor, lam: Step, column_norms_sq: Tensor, tau: int, probabilities: Tensor | None = None
 ) -> Tensor:
     """Returns the guarded expected-smoothness constant of a sampling.
 
@@ -64,11 +64,11 @@ def sampled_smoothness(
     return full_smoothness(torch.maximum(mean_square, 0.5 * realised), lam)
 
 
-def step_factor(rule: StepRule, iteration: int, *, decay: float, lam: float, smoothness: Step) -> Step:
-    """Returns what the base step is multiplied by at ``iteration`` (counted from zero)."""
+def step_factor(rule: StepRule, iteration: int, *, decay: float, share: Step) -> Step:
+    """Returns what the base step is multiplied by at ``iteration`` (counted from zero); ``share`` is ``lam/L``."""
     if iteration == 0 or rule in ("constant", "expected_smoothness"):
         return 1.0
     if rule == "exp":
         return decay**iteration
     # t0 lam is lam/L in both formulations.
-    return 1 / (1 + iteration * lam / smoothness)
+    return 1 / (1 + iteration * share)

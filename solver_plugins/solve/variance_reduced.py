@@ -85,8 +85,8 @@ class VarianceReduced(SamplingSolver):
     def smoothness(self, operator: LinearOperator, lipschitz: Tensor) -> Tensor:
         tau = self.tau(operator.in_features)
         if self.config.step != "expected_smoothness" or tau == operator.in_features:
-            return full_smoothness(lipschitz, self.config.lam)
-        return sampled_smoothness(lipschitz, self.config.lam, operator.column_norms_sq(), tau)
+            return full_smoothness(lipschitz, self.lam(lipschitz))
+        return sampled_smoothness(lipschitz, self.lam(lipschitz), operator.column_norms_sq(), tau)
 
     def init(self, problem: BlockProblem) -> None:
         return None

@@ -1,10 +1,15 @@
 """Every solver's options can be written down, read again, and are documented."""
 
+import itertools
+
 import pytest
 import torch
 
 from solver_plugins import list_solvers, solver_info, solver_linear
+from solver_plugins.blocks import solve_layer
 from solver_plugins.errors import OptionError
+from solver_plugins.operators import Geometry
+from solver_plugins.registry import SOLVERS
 from solver_plugins.solve import ProxSG
 from tests.solve.cases import CASES
 
@@ -51,3 +56,31 @@ def test_step_rules_in_deterministic_evaluation(step, formulation):
         factor = {"exp": 0.9**k, "bottou": 1 / (1 + k * lam / total)}.get(step, 1.0)
         x = torch.relu(x - base * factor * (scale * (weight @ weight.T @ x + lam * x) - weight @ u))
     torch.testing.assert_close(got, x, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("solver", CASES)
+def test_lam_relative_is_lam_in_units_of_the_constant(solver):
+    """On every path and in both formulations, compiled or not known as a number."""
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(s, dtype=torch.float64, generator=generator) for s in ((4, 6), (5, 6), (5,))]
+    for path, formulation, activation in itertools.product(("auto", "loop"), ("normalized", "paper"), ("relu", None)):
+        options = {**CASES[solver], "path": path, "formulation": formulation, "activation": activation, "iters": 6}
+        if "p" in options:
+            options["step"] = "bottou"
+        found = []
+        for lam in ({"lam": 0.3 * 20}, {"lam_relative": 0.3}):
+            live = [one.clone().requires_grad_() for one in given]
+            out = solve_layer(
+                *live, Geometry(), solver=solver, lipschitz=20.0, generator=torch.Generator().manual_seed(0),
+                **options, **lam,
+            )  # fmt: skip
+            found.append([out, *torch.autograd.grad(out.square().sum(), live)])
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-10)
+
+
+def test_lam_is_given_once():
+    with pytest.raises(OptionError, match="'lam' or 'lam_relative'"):
+        SOLVERS.get("proxgd").from_options(lam=0.1, lam_relative=0.1)
+    assert SOLVERS.get("proxgd").from_options(
+        **SOLVERS.get("proxgd").from_options(lam_relative=0.1).config.model_dump()
+    )
