@@ -10,7 +10,7 @@ from solver_plugins import solver_linear
 from solver_plugins.operators import tau_nice_mask
 from solver_plugins.prox import SoftshrinkPrior
 from solver_plugins.proxprop import ProxProp
-from solver_plugins.proxprop.solve import conjugate_gradients
+from solver_plugins.solve import conjugate_gradients
 from solver_plugins.solve.steps import full_smoothness
 
 TESTS = Path(__file__).parent
@@ -76,8 +76,8 @@ def test_conjugate_gradients_descend_only_from_zero():
         def apply(v: torch.Tensor, A: torch.Tensor = A) -> torch.Tensor:
             return v + A.T @ (A @ v)
 
-        cold, _ = conjugate_gradients(apply, g, 2)
-        correction, _ = conjugate_gradients(apply, g - apply(start), 2)
+        cold = conjugate_gradients(apply, g, (0,), 2)[0]
+        correction = conjugate_gradients(apply, g - apply(start), (0,), 2)[0]
         assert cold @ g > 0
         uphill += bool((start + correction) @ g < 0)
     assert uphill > 0

@@ -6,10 +6,12 @@ The windows of a convolution overlap, so the entries of ``X^T X`` repeat. Along 
     S(i, j)          =  sum_{q < out} x_{i + q} x_{j + q}^T
     S(i + 1, j + 1)  =  S(i, j) + x_{i + out} x_{j + out}^T - x_i x_j^T
 
-Only the first row and column of blocks are sums over all places. Every other block differs from its diagonal neighbour
-by one place at each border. Two axes, called lines and columns, are treated like this, one inside the other. As ``S``
-is symmetric, that needs ``k (2 k - 1)`` products of the channels where im2col needs ``k^4``. Padded zeros are never
-multiplied, and the factors of a product are slices of the input, so nothing is copied per tap.
+The sums over all places only depend on the lag ``j - i``. ``S(0, j)`` and ``S(i, 0)`` are these sums without the places
+from ``out`` on, and every other block differs from its diagonal neighbour by one place at each border. Two axes, called
+lines and columns, are treated like this, one inside the other. As ``S`` is symmetric, that needs the sums for
+``k (2 k - 1)`` lags where im2col needs ``k^4`` products of the channels. A Fourier transform has the sums for all lags
+in one product of the channels per frequency; if there is no memory for these, slices of the input are multiplied.
+Padded zeros take no part.
 
 Windows with gaps (dilation ``e``) only see every ``e``-th place: they are windows without gaps of ``e`` interleaved
 inputs.
@@ -20,10 +22,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from solver_plugins.proxprop.products import add_product
 from solver_plugins.proxprop.rows import PIECE_BYTES, Margins, Rows, surround
+
+SPECTRUM_BYTES = 2**25
+"""Products of more frequencies and channels than this (32 MiB) are not kept; slices are multiplied instead."""
 
 
 def gram(rows: Rows, x: Tensor, margins: Margins) -> Tensor:
@@ -76,19 +82,6 @@ class _Axis:
     first: int
     last: int
 
-    def shifts(self, symmetric: bool) -> Iterator[tuple[slice, slice]]:
-        """Yields the places for ``S(0, 0), ..., S(0, k - 1)``, and also for ``S(1, 0), ...`` unless symmetric."""
-        for shift in range(self.taps):
-            yield self._places(0, shift), self._places(shift, 0)
-        for shift in range(1, 1 if symmetric else self.taps):
-            yield self._places(shift, 0), self._places(0, shift)
-
-    def _places(self, start: int, other: int) -> slice:
-        """Returns ``out`` places from ``start`` on, without those that are padding here or from ``other`` on."""
-        low = max(0, self.first - min(start, other))
-        high = min(self.out, self.last - max(start, other))
-        return slice(start + low - self.first, start + max(low, high) - self.first)
-
     def borders(self) -> list[_Border]:
         """Returns the borders that are not just padding."""
         found = []
@@ -99,50 +92,127 @@ class _Axis:
         return found
 
 
-class _Sums:
-    """Sums of products of lines with other lines, for every pair of taps along the columns."""
+class _Correlation:
+    """Sums of ``x_p x_{p + lag}^T`` over all places ``p``; the other factor lies in the same line or a later one."""
 
-    def __init__(self, like: Tensor, columns: _Axis, near: int, far: int, symmetric: bool):
-        groups, width = like.shape[0], like.shape[2]
-        self.columns, self.near, self.far, self.width, self.symmetric = columns, near, far, width, symmetric
-        count = columns.taps if symmetric else 2 * columns.taps - 1
-        self.shifts = like.new_zeros(count, groups, near * width, far * width)
-        sizes = [border.size * width for border in columns.borders()]
-        self.borders = [like.new_zeros(groups, near * size, far * size) for size in sizes]
+    def __init__(self, z: Tensor, line_taps: int, column_taps: int):
+        self.groups, self.width, _, self.lines, self.columns = z.shape
+        self.line_taps, self.column_taps = line_taps, column_taps
+        # With so many zeros behind it, the circular correlation is the plain one.
+        self.sizes = (self.lines + line_taps - 1, self.columns + column_taps - 1)
+        frequencies = (self.sizes[0] // 2 + 1) * self.sizes[1]
+        size = frequencies * self.groups * (2 * self.width) ** 2 * z.element_size()
+        # Multiply-adds per place and channel, each way; products of a few channels are slow for their number.
+        transforms = sum(self.sizes) + frequencies * 4 * self.width / (self.lines * self.columns)
+        direct = line_taps * (2 * column_taps - 1) * max(self.width, 8)
+        self.by_frequency = line_taps > 1 and size <= SPECTRUM_BYTES and 2 * transforms < direct
+        if self.by_frequency:
+            self.total = z.new_zeros(frequencies * self.groups, 2 * self.width, 2 * self.width)
+        else:
+            self.total = z.new_zeros(2 * column_taps - 1, self.groups, self.width, line_taps * self.width)
 
-    def add(self, z: Tensor, strips: list[Tensor], near: slice, far: slice) -> None:
-        """Adds the products of two sets of lines of ``z``; ``strips`` are its borders."""
-        run = z.shape[-1] // (self.columns.last - self.columns.first)
-        left, right = z[:, near].flatten(1, 2), z[:, far].flatten(1, 2)
-        for total, (here, there) in zip(self.shifts, self.columns.shifts(self.symmetric), strict=True):
-            a, b = left[..., here.start * run : here.stop * run], right[..., there.start * run : there.stop * run]
-            add_product(total[:, : a.shape[1], : b.shape[1]], a, b.mT)
-        for total, strip in zip(self.borders, strips, strict=True):
-            a, b = strip[:, near].flatten(1, 3), strip[:, far].flatten(1, 3)
-            add_product(total[:, : a.shape[1], : b.shape[1]], a, b.mT)
+    def add(self, z: Tensor) -> None:
+        """Adds the products of more samples ``[g, width, samples, lines, columns]``."""
+        if self.by_frequency:
+            spectrum = self._spectrum(z)
+            add_product(self.total, spectrum, spectrum.mT)
+            return
+        run = z.shape[2]
+        y = z.permute(0, 3, 1, 4, 2).flatten(3)
+        lags = range(1 - min(self.column_taps, self.columns), min(self.column_taps, self.columns))
+        for line in range(self.lines):
+            near, far = y[:, line], y[:, line : line + self.line_taps].flatten(1, 2)
+            for lag in lags:
+                start, other, size = max(0, -lag) * run, max(0, lag) * run, (self.columns - abs(lag)) * run
+                total = self.total[lag + self.column_taps - 1][..., : far.shape[1]]
+                add_product(total, near[..., start : start + size], far[..., other : other + size].mT)
+
+    def _spectrum(self, z: Tensor) -> Tensor:
+        """Returns the Fourier transform by lines and columns, with real and imaginary parts as further channels.
+
+        Maps are small, so two products are faster than a fast transform, and leave the samples in front of memory.
+        """
+        lines, columns = (self._waves(axis, z).flatten(0, 1) for axis in (0, 1))
+        y = lines @ z.permute(3, 4, 0, 1, 2).reshape(self.lines, -1)
+        # A product with cos - i sin of what has two parts itself.
+        cos, sin = columns[0::2], columns[1::2]
+        both = torch.stack([torch.cat([cos, -sin], 1), torch.cat([sin, cos], 1)], 1).flatten(0, 1)
+        y = both @ y.view(-1, 2 * self.columns, z.shape[:3].numel())
+        return y.view(-1, 2, *z.shape[:3]).transpose(1, 2).reshape(self.total.shape[0], 2 * self.width, -1)
+
+    def _waves(self, axis: int, like: Tensor) -> Tensor:
+        """Returns the real and imaginary parts of a transform, ``[frequencies, 2, places]``; half of those of lines."""
+        size, places = self.sizes[axis], (self.lines, self.columns)[axis]
+        frequencies = size // 2 + 1 if axis == 0 else size
+        angles = _angles(frequencies, torch.arange(places), size)
+        return torch.stack([angles.cos(), -angles.sin()], 1).to(like)
+
+    def lags(self) -> Tensor:
+        """Returns the sums as ``[line lags from 0, column lags from 1 - taps, g, width, width]``."""
+        if not self.by_frequency:
+            total = self.total.view(-1, self.groups, self.width, self.line_taps, self.width)
+            return total.permute(3, 0, 1, 2, 4)
+        (height, size), half = self.sizes, self.sizes[0] // 2 + 1
+        total = self.total.view(-1, self.groups, 2, self.width, 2, self.width)
+        (rr, ri), (ir, ii) = (total.select(2, part).unbind(3) for part in (0, 1))
+        lines = _angles(half, torch.arange(self.line_taps), height).T
+        columns = _angles(size, torch.arange(1 - self.column_taps, self.column_taps), size).T
+        angles = (lines[:, None, :, None] + columns[None, :, None, :]).flatten(2)
+        # The other half of the frequencies of lines has the conjugate values.
+        twice = 1 + ((torch.arange(half) > 0) & (2 * torch.arange(half) != height)).to(angles.dtype)
+        weights = (twice / (height * size)).repeat_interleave(size)
+        cos, sin = ((weights * wave).to(total).flatten(0, 1) for wave in (angles.cos(), angles.sin()))
+        found = cos @ (rr + ii).flatten(1) - sin @ (ri - ir).flatten(1)
+        return found.view(self.line_taps, -1, self.groups, self.width, self.width)
+
+
+def _angles(frequencies: int, places: Tensor, size: int) -> Tensor:
+    return 2 * math.pi / size * torch.arange(frequencies, dtype=torch.float64)[:, None] * places
+
+
+class _Columns:
+    """Correlations of whole lines whose columns lie in windows."""
+
+    def __init__(self, z: Tensor, line_taps: int, columns: _Axis):
+        self.columns, self.all = columns, _Correlation(z, line_taps, columns.taps)
+        self.borders = [(one, _Correlation(_strip(z, 4, one), line_taps, 1)) for one in columns.borders()]
+
+    def add(self, z: Tensor) -> None:
+        """Adds more samples."""
+        self.all.add(z)
+        for border, sums in self.borders:
+            sums.add(_strip(z, 4, border))
 
     def blocks(self) -> Tensor:
-        """Returns the sums as ``[k, k, g, near, width, far, width]``."""
-        k, (groups, width) = self.columns.taps, (self.shifts.shape[1], self.width)
-        blocks = self.shifts.new_zeros(k, k, groups, self.near, width, self.far, width)
-        shifts = self.shifts.view(-1, *blocks.shape[2:])
-        blocks[0] = shifts[:k]
-        blocks[1:, 0] = shifts[1:].permute(0, 1, 4, 5, 2, 3) if self.symmetric else shifts[k:]
-        for border, total in zip(self.columns.borders(), self.borders, strict=True):
-            change = total.view(groups, self.near, width, border.size, self.far, width, border.size)
-            taps = slice(1 + border.tap, 1 + border.tap + border.size)
-            blocks[taps, taps].add_(change.permute(3, 6, 0, 1, 2, 4, 5), alpha=border.sign)
-        _add_along_diagonals(blocks)
-        return blocks
+        """Returns the sums as ``[k, k, line lags, g, width, width]`` for all pairs of taps."""
+        borders = []
+        for border, sums in self.borders:
+            change = sums.lags()[:, 0].unflatten(3, (border.size, -1)).unflatten(2, (border.size, -1))
+            borders.append((border, change.permute(2, 4, 0, 1, 3, 5)))
+        return _in_windows(self.all.lags().transpose(0, 1), borders)
 
 
-def _lines_at_once(width: int, lines: int) -> int:
-    """Returns how many lines to multiply at a time.
+def _strip(z: Tensor, axis: int, border: _Border) -> Tensor:
+    """Returns the places of a border as further channels."""
+    return z.narrow(axis, border.places.start, border.size).movedim(axis, 1).flatten(1, 2).unsqueeze(axis)
 
-    Small products are slow, and large ones contain pairs of lines that no window holds. It is a power of two, because
-    libraries are fast at such sizes.
-    """
-    return 2 ** int(math.log2(max(1, min(lines, math.sqrt(200 / width)))))
+
+def _in_windows(lags: Tensor, borders: list[tuple[_Border, Tensor]]) -> Tensor:
+    """Returns ``S(i, j)`` from the sums over all places, by lag from ``1 - k``, and the products at each border."""
+    k = (len(lags) + 1) // 2
+    blocks = lags.new_zeros(k, k, *lags.shape[1:])
+    blocks[0], blocks[1:, 0] = lags[k - 1 :], lags[: k - 1].flip(0)
+    for border, change in borders:
+        for lag in range(border.size if border.sign > 0 else 0):
+            blocks[0, lag] -= change.diagonal(lag).sum(-1)
+            if lag:
+                blocks[lag, 0] -= change.diagonal(-lag).sum(-1)
+    for border, change in borders:
+        taps = slice(1 + border.tap, 1 + border.tap + border.size)
+        blocks[taps, taps].add_(change, alpha=border.sign)
+    for i in range(1, k):
+        blocks[i, 1:] += blocks[i - 1, :-1]
+    return blocks
 
 
 def _samples_last(x: Tensor) -> Tensor:
@@ -150,12 +220,6 @@ def _samples_last(x: Tensor) -> Tensor:
     if x.shape[0] < 60 or not x.is_contiguous():
         return x
     return x.flatten(1).t().contiguous().t().unflatten(1, x.shape[1:])
-
-
-def _add_along_diagonals(blocks: Tensor) -> None:
-    """Turns differences ``S(i + 1, j + 1) - S(i, j)`` into ``S(i + 1, j + 1)``."""
-    for i in range(1, blocks.shape[0]):
-        blocks[i, 1:] += blocks[i - 1, :-1]
 
 
 class _Overlap:
@@ -193,29 +257,29 @@ class _Overlap:
         return _Axis(taps, -((phase - out) // gap), first, last), slice(phase + gap * first - left, None, gap)
 
     def _add_pieces(self, total: Tensor, pieces: Iterator[Tensor], lines: _Axis, columns: _Axis) -> None:
-        top: _Sums | None = None
-        edges: list[tuple[_Border, _Sums]] = []
-        stop = min(lines.out, lines.last) - lines.first
+        whole: _Columns | None = None
+        edges: list[tuple[_Border, _Columns]] = []
         for z in pieces:
-            if top is None:
-                height = _lines_at_once(z.shape[2], stop)
-                top = _Sums(z, columns, height, height + lines.taps - 1, symmetric=lines.taps == 1)
-                edges = [(one, _Sums(z, columns, one.size, one.size, symmetric=True)) for one in lines.borders()]
-            places = z.unflatten(3, (columns.last - columns.first, -1))
-            strips = [places[:, :, :, border.places].contiguous() for border in columns.borders()]
-            for start in range(0, stop, top.near):
-                near, far = min(start + top.near, stop), min(start + top.far, z.shape[1])
-                top.add(z, strips, slice(start, near), slice(start, far))
+            if whole is None:
+                whole = _Columns(z, lines.taps, columns)
+                edges = [(one, _Columns(_strip(z, 3, one), 1, columns)) for one in lines.borders()]
+            whole.add(z)
             for border, sums in edges:
-                sums.add(z, strips, border.places, border.places)
-        if top is not None:
-            self._assemble(total, top, edges)
+                sums.add(_strip(z, 3, border))
+        if whole is None:
+            return
+        borders = []
+        for border, sums in edges:
+            change = sums.blocks()[:, :, 0].unflatten(4, (border.size, -1)).unflatten(3, (border.size, -1))
+            borders.append((border, change.permute(3, 5, 0, 1, 2, 4, 6)))
+        lags = whole.blocks().movedim(2, 0)
+        earlier = lags[1:].transpose(1, 2).mT.flip(0)
+        self._assemble(total, _in_windows(torch.cat([earlier, lags]), borders))
 
     def _pieces(self, x: Tensor, lines: slice, columns: slice) -> Iterator[Tensor]:
-        """Yields lines and columns of a few samples at a time as ``[g, lines, width, columns * rest]``.
+        """Yields lines and columns of a few samples at a time as ``[g, width, samples, lines, columns]``.
 
-        The width is the channels and the taps of the other axes; the rest is the samples and the places along those
-        axes. So neighbouring lines form one matrix, and neighbouring columns are a slice of it.
+        The width is the channels and the taps of the other axes, whose places count as samples.
         """
         rows, others = self.rows, self.others
         taps = range(3 + rows.geometry.dims, 3 + rows.geometry.dims + len(others))
@@ -225,25 +289,12 @@ class _Overlap:
             windows = windows.unsqueeze(-1) if self.line_axis is None else windows
             line_dim = windows.dim() - 1 if self.line_axis is None else 3 + self.line_axis
             places = [3 + axis for axis in others]
-            windows = windows.permute(1, line_dim, 3 + self.column_axis, 2, *taps, 0, *places)[:, lines, columns]
-            # [g, lines, channels, *taps, columns, samples, *places]
-            windows = windows.movedim(2, 3 + len(others))
-            yield windows.reshape(*windows.shape[:2], math.prod(windows.shape[2 : 3 + len(others)]), -1)
+            windows = windows.permute(1, 2, *taps, 0, *places, line_dim, 3 + self.column_axis)[..., lines, columns]
+            yield windows.flatten(2 + len(others), -3).flatten(1, 1 + len(others))
 
-    def _assemble(self, total: Tensor, top: _Sums, edges: list[tuple[_Border, _Sums]]) -> None:
-        """Adds ``S`` of the lines; ``top`` has its first row, and ``edges`` the changes at the borders."""
+    def _assemble(self, total: Tensor, blocks: Tensor) -> None:
+        """Adds ``S``, which is ``[k, k, k', k', g, width, width]`` for lines and columns, to the Gram matrix."""
         rows, dims = self.rows, self.rows.geometry.dims
-        k = 1 if self.line_axis is None else rows.taps[self.line_axis]
-        first = top.blocks()
-        blocks = first.new_zeros(k, k, *first.shape[:3], top.width, top.width)
-        for tap in range(k):
-            row = first.diagonal(tap, 3, 5).sum(-1)
-            blocks[0, tap] = row
-            blocks[tap, 0] = row.permute(1, 0, 2, 4, 3)
-        for border, sums in edges:
-            taps = slice(1 + border.tap, 1 + border.tap + border.size)
-            blocks[taps, taps].add_(sums.blocks().permute(3, 5, 0, 1, 2, 4, 6), alpha=border.sign)
-        _add_along_diagonals(blocks)
         # In a weight the taps follow the channels.
         near, far = [2 + axis for axis in range(dims)], [3 + dims + axis for axis in range(dims)]
         result = total.view(rows.groups, rows.kernel_shape[1], *rows.taps, rows.kernel_shape[1], *rows.taps)

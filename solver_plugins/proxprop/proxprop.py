@@ -56,7 +56,9 @@ class ProxProp:
     Args:
         model: The model, before or after wrapping it in DistributedDataParallel or compiling it (without
             ``fullgraph=True``), and after sharding it with FSDP2's ``fully_shard``.
-        mode: "exact" (Cholesky), or "cgN": N steps of conjugate gradients from zero, e.g. "cg3".
+        mode: "exact" (Cholesky), or "cgN": N steps of conjugate gradients from zero, e.g. "cg3". As in the authors'
+            code, every output of a Linear layer has its own step lengths, and a convolution has one for all outputs.
+            With "cgN-joint", Linear layers have one for all outputs, too, which is less exact.
         tau_theta: Step size of the implicit step; a small one gives almost a multiple of the plain gradient.
         gram: "sum" as in the paper, or "mean": ``X^T X / N``, so that ``tau_theta`` does not depend on the batch size.
         targets: The layers, as in PEFT: ends of names, a regular expression, or a function of name and module.
@@ -89,7 +91,7 @@ class ProxProp:
         *,
         process_group: Any = None,
     ):
-        self.steps = cg_steps(mode)
+        self.steps, self._joint = read_mode(mode)
         if isinstance(tau_theta, bool) or not isinstance(tau_theta, (int, float)) or not (0 < tau_theta < math.inf):
             raise OptionError(f"Expected tau_theta to be a positive number; found {tau_theta!r}.")
         if gram not in ("sum", "mean"):
@@ -189,7 +191,8 @@ class ProxProp:
     def _system(self, shared: SharedWeight, summaries: list[Summary], processes: Processes) -> System:
         total = sum(one.rows for one in summaries)
         scale = float(total) if self.gram == "mean" else 1.0
-        settings = SystemSettings(self.steps, scale / self.tau_theta, scale, total)
+        joint = self._joint or shared.rows.geometry.dims > 0
+        settings = SystemSettings(self.steps, joint, scale / self.tau_theta, scale, total)
         folded = any(one.folded for one in summaries)
         size = min(total, shared.columns) ** 2 * shared.rows.groups * shared.dtype.itemsize
         if not folded and self.steps is not None and size > GRAM_BYTES:
@@ -291,20 +294,21 @@ class ProxProp:
         )
 
 
-def cg_steps(mode: str) -> int | None:
-    """Returns the number of conjugate gradient steps of a mode; None for "exact".
+def read_mode(mode: str) -> tuple[int | None, bool]:
+    """Returns the number of conjugate gradient steps of a mode (None for "exact"), and whether they are joint.
 
     Raises:
         OptionError: If the mode is unknown.
     """
     if mode == "exact":
-        return None
-    match = re.fullmatch(r"cg([1-9]\d*)", mode) if isinstance(mode, str) else None
+        return None, False
+    match = re.fullmatch(r"cg([1-9]\d*)(-joint)?", mode) if isinstance(mode, str) else None
     if match is None:
         raise OptionError(
-            f"Expected mode 'exact', or 'cgN' with N >= 1 steps of conjugate gradients ('cg3'); found {mode!r}."
+            "Expected mode 'exact', 'cgN' with N >= 1 steps of conjugate gradients ('cg3'), or 'cgN-joint' for one "
+            f"step length per layer; found {mode!r}."
         )
-    return int(match.group(1))
+    return int(match.group(1)), match.group(2) is not None
 
 
 def _stepping(optimizer: Any) -> Optimizer:

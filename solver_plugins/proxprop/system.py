@@ -60,12 +60,14 @@ class SystemSettings:
 
     Attributes:
         steps: Steps of conjugate gradients, or None for an exact solve.
+        joint: Whether conjugate gradients take one step length for all outputs, instead of one each.
         shift: ``1/tau`` (``N/tau`` for a mean Gram matrix).
         scale: The solution is multiplied by this (``N`` for a mean Gram matrix).
         total: Rows in all processes.
     """
 
     steps: int | None
+    joint: bool
     shift: float
     scale: float
     total: int
@@ -88,7 +90,7 @@ def feature_system(shared: SharedWeight, settings: SystemSettings, processes: Pr
             v = torch.cholesky_solve(g.mT, matrix).mT
         else:
             v, outcome = conjugate_gradients(
-                lambda p: multiply(p, matrix).add_(p, alpha=settings.shift), g, settings.steps
+                lambda p: multiply(p, matrix).add_(p, alpha=settings.shift), g, settings.steps, settings.joint
             )
         shared.write(v if settings.scale == 1 else v * settings.scale)
         return StepReport("features", settings.total, shared.columns, outcome.iterations, outcome.residual, jitter)
@@ -128,22 +130,31 @@ def batch_system(shared: SharedWeight, settings: SystemSettings, calls: list[Lay
     factor = _factor_of_gradient(shared, inputs, calls, d, probed)
     if factor is None:
         return _general_system(shared, settings, calls)
-    lower, jitter = (
-        (None, 0.0) if settings.steps is not None else factorize(_outer(shared, inputs, calls), settings.shift)
-    )
+    matrix, jitter = _outer(shared, inputs, calls), 0.0
+    if settings.steps is None:
+        matrix, jitter = factorize(matrix, settings.shift)
 
     def finish() -> StepReport:
-        outcome = CgOutcome()
+        steps, outcomes = settings.steps, [CgOutcome()]
         solution: Callable[[int, int], Tensor]
-        if lower is not None:
-            solution = lambda first, last: torch.cholesky_solve(d[..., first:last], lower)  # noqa: E731
+        if steps is None:
+            solution = lambda first, last: torch.cholesky_solve(d[..., first:last], matrix)  # noqa: E731
+        elif settings.joint:
+            y, right, outcomes[0] = batch_conjugate_gradients(matrix, d, settings.shift, steps, joint=True)
+
+            def solution(first: int, last: int) -> Tensor:
+                return y[..., first:last] if right is None else multiply(y, right[..., first:last])
         else:
-            assert settings.steps is not None
-            solution, outcome = batch_conjugate_gradients(
-                _outer(shared, inputs, calls), d, settings.shift, settings.steps
-            )
+
+            def solution(first: int, last: int) -> Tensor:
+                part = d[..., first:last]
+                y, _, outcome = batch_conjugate_gradients(matrix, part, settings.shift, steps, joint=False)
+                outcomes.append(outcome)
+                return y
+
         _write_pulled_back(shared, inputs, calls, solution, factor * settings.scale)
-        return StepReport("batch", settings.total, shared.columns, outcome.iterations, outcome.residual, jitter)
+        taken, residual = max(one.iterations for one in outcomes), max(one.residual for one in outcomes)
+        return StepReport("batch", settings.total, shared.columns, taken, residual, jitter)
 
     return System(finish, jitter)
 
@@ -264,7 +275,7 @@ def matrix_free_system(
 
     def finish() -> StepReport:
         assert settings.steps is not None
-        v, outcome = conjugate_gradients(apply, shared.gradient(shared.dtype), settings.steps)
+        v, outcome = conjugate_gradients(apply, shared.gradient(shared.dtype), settings.steps, settings.joint)
         shared.write(v if settings.scale == 1 else v * settings.scale)
         return StepReport("matrix-free", settings.total, shared.columns, outcome.iterations, outcome.residual)
 

@@ -1,11 +1,13 @@
 """Safeguarded Anderson acceleration of the proximal-gradient map."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pydantic
 import torch
 from torch import Tensor
 
+from solver_plugins.operators import is_eager
 from solver_plugins.registry import register_solver
 from solver_plugins.solve.base import DeterministicConfig, Draws, Solver, State
 from solver_plugins.solve.problem import BlockProblem
@@ -16,9 +18,14 @@ class AndersonConfig(DeterministicConfig):
 
     window: int = pydantic.Field(5, ge=1, description="How many past steps are combined; more than 5 rarely helps.")
     ridge: float = pydantic.Field(
-        1e-5,
+        1e-4,
         gt=0,
         description="Relative ridge on the small least-squares problem; smaller ones fill gradients with rounding.",
+    )
+    weights: Literal["constant", "differentiated"] = pydantic.Field(
+        "constant",
+        description="What the weights of a mixture are for the backward pass. Their own derivative can be a hundred "
+        "times the rest of the gradient, and training diverges then.",
     )
 
 
@@ -57,6 +64,11 @@ class Anderson(Solver):
     argument says nothing. The map ``prox(T(x))`` is nonexpansive. Where the residual did not fall below the best one so
     far, the next point is the plain step from the best point instead, so the method is never slower than half of
     ``proxgd``. Every sample decides for itself.
+
+    Gradients take the weights ``gamma`` as constants. The small problem is nearly singular whenever the method
+    converges, so its derivative is large and says little about the minimiser: with ten iterations on trained layers the
+    exact gradient points away from the minimiser's by 74 to 82 degrees, with constant weights by 55 to 69, and
+    ``proxgd``'s by 60 to 72.
     """
 
     name = "anderson"
@@ -75,17 +87,16 @@ class Anderson(Solver):
         x = None if state is None else self.value(problem, state)
         image = problem.first(step) if x is None else problem.descend(x, problem.gradient(x), step)
         flat_image = image.flatten(flat_dims)
-        moved = self.value(problem, State(problem.gated(image), step))
-        # Under autocast an activation with parameters returns a half.
-        residual = (moved if x is None else moved - x).to(image.dtype).flatten(flat_dims)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.config.weights == "differentiated"):
+            moved = self.value(problem, State(problem.gated(image), step))
+            # Under autocast an activation with parameters returns a half.
+            residual = (moved if x is None else moved - x).to(image.dtype).flatten(flat_dims)
         size = residual.detach().square().sum(-1, keepdim=True)
         if state is None:
             return HistoryState(image, step, flat_image, residual, (), (), None, flat_image, size)
         # Every difference is taken once, and so is every inner product: a window of them would be taken again.
         image_moves = (*state.image_moves, flat_image - state.image)[-self.config.window :]
         moves = (*state.moves, residual - state.residual)[-self.config.window :]
-        better = size < state.best_size
-        best_image = torch.where(better, flat_image, state.best_image)
         with torch.autocast(image.device.type, enabled=False):
             # The small solve keeps the working precision: autocast would run its products in half.
             df = torch.stack(moves, -2)
@@ -93,9 +104,13 @@ class Anderson(Solver):
             gamma = self._weights(normal, (df * residual.unsqueeze(-2)).sum(-1), flat_image, problem.rounding)
             mixed = flat_image - (gamma.unsqueeze(-1) * torch.stack(image_moves, -2)).sum(-2)
         # Shaped before the choice: a block that returned a view would lose FSDP2's hook to an in-place activation.
-        chooses = better.reshape(*better.shape[:-1], *(1,) * -flat_dims)
-        v = torch.where(chooses, mixed.reshape(image.shape), best_image.reshape(image.shape))
-        best_size = torch.where(better, size, state.best_size)
+        v, better = mixed.reshape(image.shape), size < state.best_size
+        if is_eager(image.device) and bool(better.all()):
+            return HistoryState(v, step, flat_image, residual, image_moves, moves, normal, flat_image, size)
+        best_image, best_size = (
+            torch.where(better, new, old) for new, old in ((flat_image, state.best_image), (size, state.best_size))
+        )
+        v = torch.where(better.reshape(*better.shape[:-1], *(1,) * -flat_dims), v, best_image.reshape(image.shape))
         return HistoryState(v, step, flat_image, residual, image_moves, moves, normal, best_image, best_size)
 
     def _weights(self, normal: Tensor, right: Tensor, image: Tensor, rounding: float) -> Tensor:

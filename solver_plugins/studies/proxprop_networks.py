@@ -8,7 +8,7 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.proxprop.proxprop import cg_steps
+from solver_plugins.proxprop.proxprop import read_mode
 from solver_plugins.studies.images import Images
 from solver_plugins.studies.study import Context
 from solver_plugins.studies.training import fit, scores
@@ -27,7 +27,7 @@ def check_arms(arms: list[str]) -> None:
     """Raises OptionError unless every arm is "backprop" or a mode of ProxProp."""
     for arm in arms:
         if arm != BACKPROP:
-            cg_steps(arm)
+            read_mode(arm)
 
 
 def label_of(arm: str) -> str:

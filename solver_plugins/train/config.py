@@ -54,7 +54,7 @@ class ModelSection(StrictConfig):
 class ProxPropSection(StrictConfig):
     """Implicit weight steps: the arguments of ``ProxProp``; ``solver: {name: proxprop, ...}`` is the same."""
 
-    mode: str = Field("cg3", description="'exact', or 'cgN': N steps of conjugate gradients.")
+    mode: str = Field("cg3", description="'exact', or 'cgN' (or 'cgN-joint'): N steps of conjugate gradients.")
     tau_theta: float = Field(1.0, gt=0, description="Step size of the implicit step.")
     gram: Literal["sum", "mean"] = Field("sum", description="'mean' makes tau_theta independent of the batch size.")
     targets: Names | None = Field(None, description="Layers to precondition; all but the last by default.")

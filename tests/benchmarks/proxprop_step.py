@@ -21,7 +21,7 @@ from solver_plugins import ProxProp
 from tests.benchmarks.costs import best_times, peak_bytes
 
 BATCH = 500
-MODES = ("exact", "cg3")
+MODES = ("exact", "cg3", "cg3-joint")
 
 
 def mlp() -> tuple[nn.Module, Tensor]:

@@ -54,7 +54,7 @@ BATCH = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_cg_equals_dense_cg_on_all_parameters(name, steps):
     model, inputs = make(name)
-    A, g, found, _ = direction(model, inputs, tau_theta=1.3, mode=f"cg{steps}")
+    A, g, found, _ = direction(model, inputs, tau_theta=1.3, mode=f"cg{steps}-joint")
     torch.testing.assert_close(found, conjugate_gradients(A, g, 1.3, steps), **CLOSE)
 
 
@@ -62,7 +62,7 @@ def test_cg_equals_dense_cg_on_all_parameters(name, steps):
 def test_cg_without_a_matrix(name, monkeypatch):
     monkeypatch.setattr(proxprop, "GRAM_BYTES", 0)
     model, inputs = make(name)
-    A, g, found, report = direction(model, inputs, tau_theta=1.3, mode="cg3", gram="mean")
+    A, g, found, report = direction(model, inputs, tau_theta=1.3, mode="cg3-joint", gram="mean")
     assert report.space == "matrix-free"
     torch.testing.assert_close(found, conjugate_gradients(A, g, 1.3, 3, 1 / report.rows), **CLOSE)
 
@@ -85,7 +85,7 @@ def test_cg_equals_exact_at_convergence(name):
     torch.testing.assert_close(found, exact(A, g, 1.0), rtol=1e-8, atol=1e-10)
 
 
-@pytest.mark.parametrize("mode", ["exact", "cg2"])
+@pytest.mark.parametrize("mode", ["exact", "cg2-joint"])
 @pytest.mark.parametrize("name", ["linear, few rows", "linear, called twice", "conv2d, few rows", "conv2d"])
 def test_gradients_that_are_more_than_the_layers(name, mode):
     """A penalty on the weights is part of the gradient, and not of the form X^T D."""
@@ -104,7 +104,7 @@ def test_scaled_gradients(factor):
     """Directions are homogeneous: a factor on the gradient is a factor on the direction."""
     model, inputs = make("linear, few rows")
     A = matrix_of(model.layer, inputs, ["weight", "bias"])
-    with ProxProp(model, "cg2") as prox:
+    with ProxProp(model, "cg2-joint") as prox:
         model(*inputs).sum().backward()
         for parameter in model.parameters():
             parameter.grad.mul_(factor)
@@ -159,7 +159,7 @@ def test_hypothesis_any_shape(data):
     x = torch.randn(batch, n1, **D)
     names = [name for name, _ in layer.named_parameters()]
     A = matrix_of(layer, [x], names)
-    with ProxProp(model, f"cg{steps}") as prox:
+    with ProxProp(model, f"cg{steps}-joint") as prox:
         model(x).square().sum().backward()
         g = flat([getattr(layer, name).grad for name in names])
         prox.precondition()

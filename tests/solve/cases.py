@@ -6,7 +6,7 @@ A row holds options that make the solver go through all of its branches within a
 CASES: dict[str, dict[str, object]] = {
     "proxgd": {},
     "fista": {},
-    "anderson": {"window": 2},
+    "anderson": {"window": 2, "weights": "differentiated"},
     "proxsg": {"p": 0.5},
     "ms2gd": {"p": 0.5, "inner": 2},
     "s2gd": {"inner": 2},

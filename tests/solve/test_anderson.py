@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from solver_plugins import solver_linear
+from solver_plugins.solve import Anderson
 
 
 @pytest.mark.parametrize("iters", [3, 5, 10])
@@ -26,8 +27,9 @@ def test_parallel_residuals_have_a_solution(iters, dtype):
     assert {0, 1, 2} <= active
 
 
+@pytest.mark.parametrize("weights", ["constant", "differentiated"])
 @pytest.mark.parametrize("seed", range(20))
-def test_gradients_are_not_full_of_rounding(seed):
+def test_gradients_are_not_full_of_rounding(seed, weights):
     """Five iterations have four differences, some of them nearly parallel; float32 agrees with float64 all the same."""
     torch.manual_seed(seed)
     n1, n2 = (6, 5) if seed % 2 else (64, 32)
@@ -36,8 +38,73 @@ def test_gradients_are_not_full_of_rounding(seed):
     gradients = []
     for dtype in (torch.float32, torch.float64):
         weight = fc.weight.detach().to(dtype).requires_grad_()
-        options = {"activation": "relu", "lipschitz": constant.to(dtype), "iters": 5}
+        options = {"activation": "relu", "lipschitz": constant.to(dtype), "iters": 5, "weights": weights}
         x = solver_linear(u.to(dtype), weight, fc.bias.detach().to(dtype), solver="anderson", **options)
         gradients += torch.autograd.grad(x.square().sum(), weight)
     single, double = gradients
     assert (single - double).norm() <= 1e-2 * double.norm()
+
+
+def trained_layer(n1: int, n2: int) -> tuple[nn.Linear, torch.Tensor]:
+    """Returns a layer with decaying singular values, as training makes it, and inputs behind a ReLU and a dropout."""
+    torch.manual_seed(0)
+    fc = nn.Linear(n1, n2, dtype=torch.float64)
+    U, values, V = torch.linalg.svd(fc.weight.detach(), full_matrices=False)
+    decay = torch.logspace(0, -1.5, len(values), dtype=torch.float64)
+    fc.weight.data = (U * (values * decay)) @ V
+    u = torch.relu(torch.randn(64, n1, dtype=torch.float64)) * (torch.rand(64, n1) < 0.5) * 4
+    return fc, u
+
+
+@pytest.mark.parametrize(("n1", "n2"), [(400, 120), (120, 84), (64, 128), (32, 128)])
+def test_gradients_do_not_outgrow_those_of_fista(n1, n2):
+    """What made training diverge: derivatives of the mixtures' weights, up to a hundred times the gradient of proxgd.
+
+    Fista takes as large steps towards the same minimiser, so its gradients are the measure: per sample, twice as large
+    at most in the median, four times for any sample.
+    """
+    fc, u = trained_layer(n1, n2)
+    signs, sizes = torch.randn(64, n2, dtype=torch.float64), {}
+    constant = torch.linalg.matrix_norm(fc.weight.detach(), 2).square()
+    for solver in ("fista", "anderson"):
+        inputs = u.clone().requires_grad_()
+        options = {"activation": "relu", "lipschitz": constant, "solver": solver, "iters": 10}
+        x = solver_linear(inputs, fc.weight, fc.bias, **options)
+        (gradient,) = torch.autograd.grad((x * signs).sum(), inputs)
+        sizes[solver] = gradient.norm(dim=1)
+    assert sizes["anderson"].median() < 2 * sizes["fista"].median()
+    assert sizes["anderson"].max() < 4 * sizes["fista"].max()
+
+
+def test_constant_weights_are_all_that_is_left_out():
+    """Finite differences of a solve whose weights are those of another, nearby one."""
+    fc, u = trained_layer(9, 5)
+    u = u[:3]
+    options = {"activation": "softplus", "lipschitz": 20.0, "iters": 4, "solver": "anderson"}
+    found = Anderson._weights
+
+    def gradient(weights: str) -> torch.Tensor:
+        inputs = u.clone().requires_grad_()
+        return torch.autograd.grad(solver_linear(inputs, fc.weight, weights=weights, **options).sum(), inputs)[0]
+
+    kept: list[torch.Tensor] = []
+
+    def remember(*arguments):
+        kept.append(found(*arguments).detach())
+        return kept[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Anderson, "_weights", remember)
+        solver_linear(u, fc.weight, **options)
+        replayed = lambda *_: next(replay)  # noqa: E731
+        patch.setattr(Anderson, "_weights", replayed)
+        numeric = torch.zeros_like(u)
+        for place in torch.cartesian_prod(torch.arange(3), torch.arange(9)).tolist():
+            values = []
+            for sign in (1, -1):
+                moved, replay = u.clone(), iter(kept)
+                moved[tuple(place)] += sign * 1e-6
+                values.append(solver_linear(moved, fc.weight, **options).sum())
+            numeric[tuple(place)] = ((values[0] - values[1]) / 2e-6).detach()
+    torch.testing.assert_close(gradient("constant"), numeric, rtol=1e-6, atol=1e-8)
+    assert (gradient("differentiated") - numeric).norm() > 1e-3 * numeric.norm()
