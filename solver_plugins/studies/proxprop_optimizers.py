@@ -7,7 +7,7 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.proxprop.proxprop import cg_steps
+from solver_plugins.proxprop.proxprop import read_mode
 from solver_plugins.studies.comparison import differences
 from solver_plugins.studies.proxprop_networks import REFERENCE, conv_net
 from solver_plugins.studies.searched import SearchedConfig, SearchedStudy
@@ -29,7 +29,7 @@ class OptimizerArm(StrictConfig):
     @classmethod
     def _known(cls, mode: str | None) -> str | None:
         if mode is not None:
-            cg_steps(mode)
+            read_mode(mode)
         return mode
 
 
