@@ -7,6 +7,7 @@ from solver_plugins.blocks.dropout import PassThrough, RoutedDropout, pass_throu
 from solver_plugins.blocks.functional import solve_layer, solver_conv1d, solver_conv2d, solver_conv3d, solver_linear
 from solver_plugins.blocks.install import blocks_of, guard, install_block, link_between, restore
 from solver_plugins.blocks.link import Link
+from solver_plugins.blocks.noise import effective_rate
 from solver_plugins.blocks.outlet import Outlet
 from solver_plugins.blocks.refresh import cache_gram, refresh_steps
 from solver_plugins.blocks.settings import set_blend, set_eval_mode, set_iters
@@ -24,6 +25,7 @@ __all__ = [
     "blocks_of",
     "cache_gram",
     "calibrate",
+    "effective_rate",
     "guard",
     "install_block",
     "link_between",

@@ -42,6 +42,8 @@ class BlockStatus:
         prior: The prior of its activation.
         p: The rate that it samples at.
         tau: How many features that is.
+        effective_rate: The dropout rate with the same noise; see :func:`solver_plugins.effective_rate`. None without a
+            batch, for a solver that does not sample, and behind a norm or a skip.
         L: ``lambda_max(A A^T)`` as the block knows it.
         constant: Where ``L`` comes from: "certified", "followed" by power steps since then, "stale" (the weights have
             moved; the next forward pass updates it), or "unknown" (the weights have no values on this device).
@@ -79,6 +81,7 @@ class BlockStatus:
     last_residual: float | None = None
     scale: float | None = None
     verdict: str | None = None
+    effective_rate: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -226,6 +229,7 @@ def _with_solves(row: BlockStatus, seen: list[Seen]) -> BlockStatus:
         last_residual=worst.residual,
         scale=worst.scale / worst.plain_scale if worst.plain_scale else None,
         verdict=_verdict(row, worst),
+        effective_rate=seen[0].effective_rate,
     )
 
 
@@ -270,6 +274,7 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     for heading, values in (
         ("blend", [block.blend for block in blocks]),
         ("gain", [block.gain for block in blocks]),
+        ("like p", [block.effective_rate for block in blocks]),
         ("implicit residual", [block.residual for block in blocks]),
     ):
         if any(value is not None for value in values):
@@ -279,7 +284,7 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
         columns["residual"] = [number(block.last_residual, 2) for block in blocks]
         columns["scale"] = ["" if block.scale is None else f"{number(block.scale)}x" for block in blocks]
         columns["verdict"] = [block.verdict or "" for block in blocks]
-    right = {"L", "step", "drift", "blend", "gain", "implicit residual", "objective", "residual", "scale"}
+    right = {"L", "step", "drift", "blend", "gain", "like p", "implicit residual", "objective", "residual", "scale"}
     table = plain_table(list(columns), right)
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import SolverBlock, blocks_of
+from solver_plugins.blocks import SolverBlock, blocks_of, effective_rate
 from solver_plugins.solve import BlockProblem, Draws, Solver
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import read_inputs
 from solver_plugins.surgery.untouched import left_as_it_was
+
+ROWS, DRAWS = 32, 16
+"""How many rows of a batch and how many samples tell an effective rate: enough for its second digit."""
 
 
 @dataclass
@@ -26,6 +29,7 @@ class Seen:
         residual: Relative size of a further step, the largest over the samples.
         plain_scale: Standard deviation of what the plain layers return.
         scale: Standard deviation of what the block returned.
+        effective_rate: Of the block, with its first input in the pass; see :func:`solver_plugins.effective_rate`.
     """
 
     smoothness: float
@@ -34,6 +38,7 @@ class Seen:
     residual: float = float("nan")
     plain_scale: float = float("nan")
     scale: float = float("nan")
+    effective_rate: float | None = None
 
 
 @dataclass
@@ -45,6 +50,7 @@ class _Watch:
     recursion: None = None
     seen: list[Seen] = field(default_factory=list)
     solving: bool = False
+    input: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.solver, name)
@@ -68,6 +74,11 @@ class _Watch:
             one.last, one.residual = objective, float(problem.residual(x).max())
             one.plain_scale = _deviation(plain)
 
+    def given(self, module: nn.Module, args: Any) -> None:
+        """Keeps a part of the first input: a hook before the layer."""
+        if self.input is None and args:
+            self.input = args[0].detach()[:ROWS]
+
     def returned(self, module: nn.Module, args: Any, output: Tensor) -> None:
         """Notes what the block returns: a forward hook of the layer, or of its outlet."""
         if self.solving:
@@ -88,14 +99,20 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
         RecordError: If the batch is of another kind, or the pass fails.
     """
     watches: dict[str, _Watch] = {}
-    with left_as_it_was(model), contextlib.ExitStack() as stack:
+    with left_as_it_was(model):
+        with contextlib.ExitStack() as stack:
+            for name, block in blocks_of(model).items():
+                watches[name] = watch = _Watch(block.solver, _hands_on_values(block))
+                stack.callback(setattr, block, "solver", block.solver)
+                block.solver = watch  # type: ignore[assignment]
+                outlet = block if block.link is None else block.link.outlet.module
+                stack.callback(outlet.register_forward_hook(watch.returned).remove)
+                stack.callback(block.register_forward_pre_hook(watch.given).remove)
+            run_batch(model, batch)
         for name, block in blocks_of(model).items():
-            watches[name] = watch = _Watch(block.solver, _hands_on_values(block))
-            stack.callback(setattr, block, "solver", block.solver)
-            block.solver = watch  # type: ignore[assignment]
-            outlet = block if block.link is None else block.link.outlet.module
-            stack.callback(outlet.register_forward_hook(watch.returned).remove)
-        run_batch(model, batch)
+            seen, input = watches[name].seen, watches[name].input
+            if seen and input is not None and block.link is None and block.solver.samples != "nothing":
+                seen[0].effective_rate = effective_rate(block, input, DRAWS)
     return {name: watch.seen for name, watch in watches.items()}
 
 
