@@ -11,11 +11,13 @@ from typing import Any
 
 import click
 import typer
+from click.shell_completion import CompletionItem
 
 from solver_plugins.errors import SolverPluginsError, did_you_mean
 
 COMMANDS: dict[str, str] = {
     "inspect": "Show what a conversion would do to a model, block by block.",
+    "run": "Run a training script of timm or transformers unchanged, with its model converted.",
     "patch": "Add --solver-config to training scripts of timm and transformers.",
     "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
     "study": "Repeat an experiment of the papers: table, figure and metrics.",
@@ -48,7 +50,7 @@ class _LazyGroup(click.Group):
 
         rest = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
         settings = {"ignore_unknown_options": True, "help_option_names": []}
-        return click.Command(cmd_name, callback=run, params=[rest], context_settings=settings)
+        return _Subcommand(cmd_name, inner, callback=run, params=[rest], context_settings=settings)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
@@ -59,6 +61,37 @@ class _LazyGroup(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+
+class _Subcommand(click.Command):
+    """A subcommand whose arguments are read by ``inner``; shells complete its options, names and keys."""
+
+    def __init__(self, name: str, inner: Any, **settings: Any):
+        super().__init__(name, **settings)
+        self.inner = inner
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        inner = self.inner
+        commands = list(getattr(inner, "commands", {}))
+        options = [text for one in inner.params for text in getattr(one, "opts", ()) if text.startswith("--")]
+        words = options if incomplete.startswith("-") else [*commands, *_words(str(self.name), incomplete)]
+        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+
+
+def _words(command: str, incomplete: str) -> list[str]:
+    """Returns the names that may stand in a command: recipes and keys of a config, studies, models."""
+    if command == "study":
+        from solver_plugins.shipped import shipped_names
+
+        return shipped_names("studies", ".yaml")
+    if command != "finetune":
+        return []
+    from solver_plugins.shipped import shipped_names
+    from solver_plugins.train.options import option_names
+
+    # Keys take a moment to collect, so a recipe's name comes without them.
+    recipes = shipped_names("recipes", ".yaml")
+    return recipes if any(name.startswith(incomplete) for name in recipes) else [f"{key}=" for key in option_names()]
 
 
 def main(args: Sequence[str] | None = None) -> None:

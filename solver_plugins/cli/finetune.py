@@ -30,12 +30,18 @@ def finetune(
     options: Annotated[
         bool, typer.Option("--options", help="Print every option of a config, with its default and meaning.")
     ] = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of a config, for editors.")] = False,
 ) -> None:
     """Finetunes a model with solver blocks and its plain baseline, on one process or many (accelerate launch)."""
     if options:
         from solver_plugins.train.options import list_options
 
         print(list_options(), end="")
+        return
+    if schema:
+        from solver_plugins.train.options import json_schema
+
+        print(json_schema(), end="")
         return
     if config is None:
         raise typer.BadParameter(
@@ -59,9 +65,12 @@ def finetune(
                     print(f"\n{plan.blocks}")
                 print(f"\nThe config; every other option has its default (see --options):\n{given_options(settings)}")
             return
-        from solver_plugins.train.comparison import result_table
-        from solver_plugins.train.finetune import finetune as run
-
+        if settings.seeds is None:
+            from solver_plugins.train.comparison import result_table as table
+            from solver_plugins.train.finetune import finetune as run
+        else:
+            from solver_plugins.train.seeds import finetune_seeds as run
+            from solver_plugins.train.seeds import seeds_table as table
         results = run(settings, resume=resume, overwrite=overwrite)
     except SolverPluginsError:
         if talks:
@@ -78,5 +87,5 @@ def finetune(
         sys.exit(130)
     if talks:
         # A pipe or a log has no width of its own.
-        Console(width=None if sys.stdout.isatty() else 100).print(result_table(settings, results))
+        Console(width=None if sys.stdout.isatty() else 100).print(table(settings, results))
         print(f"Report: {Path(settings.output) / 'report.html'}")

@@ -37,6 +37,7 @@ class Classification:
         dtype: The dtype of the inputs.
         label_smoothing: Share of each label that goes to all classes.
         mixup: How images are mixed, and the number of classes; None for no mixing.
+        class_weights: One weight for each class.
         penalty: Returns the term to add to the loss after a forward pass on a batch, or None.
     """
 
@@ -47,10 +48,11 @@ class Classification:
         label_smoothing: float = 0.0,
         mixup: tuple[MixupSection, int] | None = None,
         penalty: Callable[[Batch], Tensor | None] | None = None,
+        class_weights: Tensor | None = None,
     ):
         self.accelerator, self.dtype, self.penalty = accelerator, dtype, penalty
         self.mixup: Any = None
-        self.loss: nn.Module = nn.CrossEntropyLoss(label_smoothing=label_smoothing)
+        self.loss: nn.Module = nn.CrossEntropyLoss(class_weights, label_smoothing=label_smoothing)
         if mixup is not None:
             section, classes = mixup
             self.mixup = Mixup(

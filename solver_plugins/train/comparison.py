@@ -17,7 +17,7 @@ from solver_plugins.train.outputs import write_whole
 
 Rows = list[dict[str, Any]]
 _COLOURS = {"solver": "#1f6fb4", "baseline": "#d1701f", "plain": "#444444"}
-_STYLE = """
+STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; }
@@ -25,11 +25,13 @@ th, td { padding: .3rem .9rem; border-bottom: 1px solid #ddd; text-align: right;
 th:first-child, td:first-child { text-align: left; }
 img { max-width: 100%; } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto; font-size: 13px; }
 """
+MOST_CLASSES = 30
+"""How many classes a report lists."""
 _BLOCKS = """<p><b>L</b> is the Lipschitz constant that sets a block's step size: the largest eigenvalue of
 A A<sup>T</sup> for its weight A. The <b>residual</b> is the relative change that one further iteration would make: it
 is small where the solve has converged.</p>
 """
-HEADINGS = ("model", "accuracy (%)", "eval loss", "train loss", "steps", "time")
+HEADINGS = ("model", "accuracy (%)", "macro F1", "ECE", "eval loss", "train loss", "steps", "time")
 
 
 def table_rows(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -46,6 +48,8 @@ def table_rows(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> li
         accuracy += f" [{100 * low:.1f}, {100 * high:.1f}]"
         cells = (
             accuracy,
+            f"{one['macro_f1']:.2f}",
+            f"{one['ece']:.2f}",
             f"{one['loss']:.4f}",
             f"{one['train_loss']:.4f}",
             str(one["steps"]),
@@ -80,7 +84,7 @@ def _title(config: FinetuneConfig, name: str) -> str:
 def result_table(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> Table:
     """Returns the comparison for a terminal."""
     count = next(iter(results.values()))["count"]
-    made = Table(title=f"{config.model.spec} on {config.data.name}: {count} examples of {config.data.eval!r}")
+    made = Table(title=f"{config.model.spec} on {config.data.name}: {count} examples of {config.data.eval_name}")
     for heading in HEADINGS:
         made.add_column(heading, justify="left" if heading == "model" else "right")
     for cells in table_rows(config, results):
@@ -101,14 +105,34 @@ def write_report(path: Path, config: FinetuneConfig, results: dict[str, dict[str
     title = html.escape(f"{config.model.spec} on {config.data.name}")
     count = next(iter(results.values()))["count"]
     text = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
-        f"</head><body>\n<h1>{title}</h1>\n<p>{count} examples of the split {html.escape(config.data.eval)}, seed "
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
+        f"</head><body>\n<h1>{title}</h1>\n<p>{count} examples of the split {html.escape(config.data.eval_name)}, seed "
         f"{config.seed}, {config.epochs} epochs. In brackets the 95% interval of the accuracy (Wilson) that "
         "this number of examples allows; two models on the same examples can differ by less and still truly differ."
         f'</p>\n<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
-        f"{pictures}<h2>Config</h2>\n<pre>{html.escape(config.to_yaml())}</pre>\n</body></html>\n"
+        f"{pictures}{_by_class(results)}<h2>Config</h2>\n<pre>{html.escape(config.to_yaml())}</pre>\n</body></html>\n"
     )
     write_whole(path, text)
+
+
+def _by_class(results: dict[str, dict[str, Any]]) -> str:
+    """Returns a table of the accuracy on each class: all of them, or the hardest ones."""
+    first = next(iter(results.values()))
+    known = [place for place, value in enumerate(first["per_class"]) if value is not None]
+    shown = sorted(known, key=lambda place: float(first["per_class"][place]))[:MOST_CLASSES]
+    title = "Each class by itself" if len(shown) == len(known) else f"The {len(shown)} hardest of {len(known)} classes"
+    head = "".join(f"<th>{html.escape(name)} (%)</th>" for name in results)
+    body = "".join(
+        f"<tr><td>{html.escape(first['classes'][place])}</td>"
+        + "".join(f"<td>{one['per_class'][place]:.1f}</td>" for one in results.values())
+        + "</tr>"
+        for place in shown
+    )
+    return (
+        f'<h2>{title}</h2>\n<div class="wide"><table><thead><tr><th>class</th>{head}</tr></thead><tbody>{body}</tbody>'
+        "</table></div>\n"
+    )
 
 
 def _picture(figure: Figure, title: str) -> str:

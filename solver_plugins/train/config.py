@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
 import yaml
@@ -91,7 +91,9 @@ class DataSection(StrictConfig):
     )
     config: str | None = Field(None, description="The configuration of a hub data set that has several.")
     train: str = Field("train", description="The split to train on; slices such as 'train[:80%]' are fine.")
-    eval: str = Field("test", description="The split to evaluate on.")
+    eval: str | Annotated[float, Field(gt=0, lt=1)] = Field(
+        "test", description="The split to evaluate on; or a share of the training split, the same of each class."
+    )
     image: str | None = Field(None, description="The column of images; found by itself by default.")
     text: str | None = Field(None, description="The column of texts: makes it a text classification.")
     label: str | None = Field(None, description="The column of labels; 'label', 'labels' or 'fine_label' by default.")
@@ -101,6 +103,11 @@ class DataSection(StrictConfig):
     std: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     workers: int = Field(0, ge=0, description="Processes that read data, beside each training process.")
     check: bool = Field(True, description="Whether the files of images are looked at for damage before training.")
+
+    @property
+    def eval_name(self) -> str:
+        """What messages call the examples that are evaluated."""
+        return repr(self.eval) if isinstance(self.eval, str) else f"{100 * self.eval:g}% of {self.train!r}"
 
     @pydantic.field_validator("std")
     @classmethod
@@ -185,6 +192,18 @@ class CheckpointSection(StrictConfig):
     keep: int = Field(2, ge=1, description="How many are kept: the last ones.")
 
 
+class BestSection(StrictConfig):
+    """Which epoch's weights are kept: those that are best on the evaluated split, which then flatters them a little."""
+
+    metric: Literal["accuracy", "loss", "top5", "macro_f1", "ece"] = Field("accuracy", description="What is compared.")
+    patience: int | None = Field(None, ge=1, description="Stop after this many epochs without a better one.")
+
+    @property
+    def sign(self) -> int:
+        """What makes larger numbers better."""
+        return -1 if self.metric in ("loss", "ece") else 1
+
+
 class FinetuneConfig(StrictConfig):
     """Everything about a run. The file itself, the models and the results go to ``output``."""
 
@@ -212,12 +231,29 @@ class FinetuneConfig(StrictConfig):
     accumulation: int = Field(1, ge=1, description="Passes whose gradients are added up for one step.")
     precision: Literal["no", "bf16", "fp16"] = Field("no", description="Mixed precision of Accelerate.")
     seed: int = Field(0, ge=0, le=_LARGEST_SEED, description="Of weights, order, augmentation and solvers.")
+    seeds: list[Annotated[int, Field(ge=0, le=_LARGEST_SEED)]] | None = Field(
+        None, description="Several seeds, each a run of its own: mean, spread and paired differences in one report."
+    )
     trials: int = Field(1, ge=1, description="Final evaluations of a model that samples in evaluation, too.")
     refresh: Literal["epoch"] | int = Field(
         "epoch", description="When step sizes are certified: 'epoch', or a number of steps."
     )
     checkpoints: CheckpointSection = CheckpointSection()
-    trackers: list[Literal["tensorboard"]] = Field([], description="Where Accelerate logs to, besides metrics.jsonl.")
+    best: BestSection | None = Field(None, description="null exports the weights of the last epoch.")
+    train: Names | None = Field(None, description="Layers to train, named as targets are; all others stay as they are.")
+    freeze: Names | None = Field(None, description="Layers to leave as they are.")
+    unfreeze: dict[int, Names] | None = Field(
+        None, description="Layers that are trained from an epoch on, such as {3: [layer4], 5: .*}."
+    )
+    class_weights: Literal["balanced"] | list[float] | None = Field(
+        None, description="Weights of the classes in the training loss; 'balanced' for one over their share."
+    )
+    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
+    channels_last: bool = Field(False, description="Store images with their channels last: faster convolutions.")
+    compile: bool = Field(False, description="Compile the model with torch.compile.")
+    trackers: list[str] = Field(
+        [], description="Where Accelerate logs to, besides metrics.jsonl: tensorboard, wandb, mlflow, aim, ..."
+    )
     output: str = Field(description="The folder of the run.")
 
     hints: ClassVar[Mapping[str, str]] = {
@@ -274,6 +310,12 @@ class FinetuneConfig(StrictConfig):
             for name in ("augmentation", "mixup"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for images, and data.text is given; leave it out")
+        if self.seeds is not None and (len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds)):
+            raise ValueError("expected at least two different seeds; for one, set seed")
+        if self.seeds is not None and "seed" in self.model_fields_set:
+            raise ValueError("expected seed or seeds; found both")
+        if self.mixup is not None and self.class_weights is not None:
+            raise ValueError("expected mixup or class_weights; found both")
         if self.mixup is not None and self.batch_size // self.accumulation % 2:
             raise ValueError("mixup pairs the examples of a batch: expected an even batch_size / accumulation")
         if self.schedule is not None and self.schedule.warmup_epochs >= self.epochs:

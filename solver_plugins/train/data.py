@@ -55,6 +55,24 @@ class Splits:
         numbers = {name: number for number, name in enumerate(self.classes)}
         return {numbers[one] if isinstance(one, str) else one for one in set(found[self.label])}
 
+    def weights(self, given: str | list[float]) -> Tensor:
+        """Returns a weight for each class: those given, or one over the share of the class; their mean is one.
+
+        Raises:
+            DataError: If there are more or fewer than classes, or a class has no example.
+        """
+        if isinstance(given, str):
+            labels = [one if isinstance(one, int) else self.classes.index(one) for one in self.train[self.label]]
+            counts = torch.bincount(torch.tensor(labels), minlength=len(self.classes)).double()
+            if not bool((counts > 0).all()):
+                raise DataError("class_weights=balanced needs a training example of each class.")
+            made = 1 / counts
+        else:
+            made = torch.tensor(given, dtype=torch.float64)
+            if len(made) != len(self.classes) or not bool((made > 0).all()):
+                raise DataError(f"Expected {len(self.classes)} class_weights above zero; found {given}.")
+        return (made / made.mean()).float()
+
     def notes(self) -> list[str]:
         """Returns what a user should know about the examples before training."""
         extra = [self.classes[number] for number in sorted(self.seen(self.train) - self.seen(self.eval))]
@@ -72,14 +90,15 @@ def load_splits(config: DataSection) -> Splits:
     Raises:
         DataError: If a split is missing or empty, has no such columns, or its labels do not fit the other's.
     """
-    train, evaluation = (load_split(config, split) for split in (config.train, config.eval))
+    train = load_split(config, config.train)
+    evaluation = load_split(config, config.eval) if isinstance(config.eval, str) else train
     column = config.text or _column(train, config.image, _IMAGE_NAMES, "image")
     label = _column(train, config.label, _LABEL_NAMES, "label")
-    for split, found in ((config.train, train), (config.eval, evaluation)):
+    for split, found in ((repr(config.train), train), (config.eval_name, evaluation)):
         for name in (column, label):
             if name not in found.column_names:
                 raise DataError(
-                    f"The split {split!r} of {config.name!r} has no column {name!r}."
+                    f"The split {split} of {config.name!r} has no column {name!r}."
                     f"{did_you_mean(name, found.column_names)}"
                 )
     classes = _classes(train, label)
@@ -88,13 +107,31 @@ def load_splits(config: DataSection) -> Splits:
             f"Expected at least two classes to tell apart; found {classes[0]!r} alone in {label!r} of {config.name!r}. "
             "A folder of images has a folder for each class."
         )
+    if not isinstance(config.eval, str):
+        train, evaluation = _divided(train, label, config.eval)
     made = Splits(train, evaluation, column, config.text is not None, label, classes)
-    for split, found in ((config.train, train), (config.eval, evaluation)):
-        _check_labels(found[label], classes, f"the split {split!r} of {config.name!r}")
+    for split, found in ((repr(config.train), train), (config.eval_name, evaluation)):
+        _check_labels(found[label], classes, f"the split {split} of {config.name!r}")
     _check_classes(made, config)
     if config.check and not made.is_text:
         check_images([file for found in (train, evaluation) for file in files_of(found, column)])
     return made
+
+
+def _divided(found: Any, label: str, share: float) -> tuple[Any, Any]:
+    """Divides a split in two, with the same share of each class; always in the same way, whatever the run's seed."""
+    generator = torch.Generator().manual_seed(seed_for("division"))
+    places: dict[Any, list[int]] = {}
+    for place, value in enumerate(found[label]):
+        places.setdefault(value, []).append(place)
+    chosen: list[int] = []
+    for own in places.values():
+        order = torch.randperm(len(own), generator=generator).tolist()
+        chosen += [own[number] for number in order[: max(1, round(share * len(own)))]]
+    if len(chosen) == len(found):
+        raise DataError(f"data.eval={share:g} leaves nothing to train on: each class has a single example.")
+    kept = set(chosen)
+    return found.select([place for place in range(len(found)) if place not in kept]), found.select(sorted(chosen))
 
 
 def _column(found: Any, given: str | None, names: tuple[str, ...], kind: str) -> str:
@@ -139,7 +176,7 @@ def _check_classes(splits: Splits, config: DataSection) -> None:
     names = getattr(splits.eval.features[splits.label], "names", None)
     if names and tuple(names) != splits.classes:
         raise DataError(
-            f"The splits {config.train!r} and {config.eval!r} of {config.name!r} number their classes differently: "
+            f"The splits {config.train!r} and {config.eval_name} of {config.name!r} number their classes differently: "
             f"{', '.join(splits.classes[:5])}, ... and {', '.join(names[:5])}, .... Cast both to one ClassLabel."
         )
     trained, evaluated = splits.seen(splits.train), splits.seen(splits.eval)
@@ -288,7 +325,7 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
     prepare = text_preparation if splits.is_text else image_preparation
     prepare_train, prepare_eval, collate = prepare(config, model)
     train = Examples(splits.train, splits, prepare_train, config.seed, f"the split {config.data.train!r}")
-    evaluation = Examples(splits.eval, splits, prepare_eval, config.seed, f"the split {config.data.eval!r}")
+    evaluation = Examples(splits.eval, splits, prepare_eval, config.seed, f"the split {config.data.eval_name}")
     order = Order(len(train), config.batch_size, config.seed)
 
     def loader(examples: Examples, sampler: Any, size: int) -> DataLoader[Any]:
@@ -297,7 +334,7 @@ def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: 
         workers = config.data.workers
         return DataLoader(
             examples, size, sampler=sampler, collate_fn=collate, num_workers=workers, generator=own,
-            persistent_workers=workers > 0, pin_memory=torch.cuda.is_available(),
+            persistent_workers=workers > 0, pin_memory=torch.accelerator.is_available(),
         )  # fmt: skip
 
     return Loaders(

@@ -1,7 +1,7 @@
 """A whole finetuning run: trains the model with its solver and the plain baseline, exports and compares them."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from solver_plugins.errors import OptionError, SolverPluginsError
 from solver_plugins.train import outputs
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.arms import arms_of, make_arm
+from solver_plugins.train.best import BestWeights
 from solver_plugins.train.checkpoints import Checkpoints
 from solver_plugins.train.classification import Classification
 from solver_plugins.train.comparison import write_report
@@ -31,6 +32,7 @@ from solver_plugins.train.loop import Action, Hooks, Loop, refresh_every
 from solver_plugins.train.models import DTYPES
 from solver_plugins.train.optimizer import TrainSettings
 from solver_plugins.train.state import StepSizes
+from solver_plugins.train.trainable import Trainable, prepare_memory
 
 
 def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -106,6 +108,19 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / outputs.METRICS).read_text(encoding="utf-8").splitlines()]
 
 
+def flat_options(config: FinetuneConfig) -> dict[str, Any]:
+    """Returns the options under dotted names, for trackers, which take numbers and texts alone."""
+
+    def walk(options: Mapping[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+        for key, value in options.items():
+            if isinstance(value, Mapping):
+                yield from walk(value, f"{place}{key}.")
+            else:
+                yield f"{place}{key}", value if isinstance(value, (bool, int, float, str)) else str(value)
+
+    return dict(walk(config.options(), ""))
+
+
 def train_settings(config: FinetuneConfig) -> TrainSettings:
     """Returns the settings of the training loop."""
     return TrainSettings(config.epochs, config.optimizer, config.schedule)
@@ -118,9 +133,19 @@ class FinetunedArm:
         self.config, self.accelerator, self.folder, self.name = config, accelerator, folder, name
         self.dtype = DTYPES[config.model.dtype]
         model, loaders = make_arm(config, splits, name, accelerator.num_processes)
+        prepare_memory(config, model)
+        self.trainable = Trainable(config, model)
+        # The optimiser knows every Parameter that is trained at some time.
+        self.trainable.start(config.epochs)
+        if self.trainable.later and accelerator.num_processes > 1:
+            raise OptionError(
+                "unfreeze needs a single process: DDP and FSDP share the gradients of the Parameters that are trained "
+                "from the start. Leave it out, or train in two runs."
+            )
         self.skeleton = skeleton_of(model, accelerator)
         self.solving = bool(blocks_of(model))
         self.ema = self._average(model)
+        self.best = BestWeights(config.best, folder / outputs.BEST, accelerator)
         train, self.evaluation = accelerator.prepare(loaders.train, loaders.eval)
         batches = Loaders(train, loaders.order, self.evaluation)
         self.notes = splits.notes()
@@ -131,11 +156,18 @@ class FinetunedArm:
         # Only for the solver; the average of the weights was copied above and needs none.
         additions = Additions(config.proxprop, config.regularizer) if name == "solver" else Additions()
         mixup = None if config.mixup is None else (config.mixup, len(splits.classes))
-        objective = Classification(accelerator, self.dtype, config.label_smoothing, mixup, additions.penalty)
+        objective = Classification(
+            accelerator, self.dtype, config.label_smoothing, mixup, additions.penalty,
+            None if config.class_weights is None else splits.weights(config.class_weights).to(accelerator.device),
+        )  # fmt: skip
+        self.classes = list(splits.classes)
         self.checkpoints = Checkpoints(folder / outputs.CHECKPOINTS, config.checkpoints.keep, accelerator)
-        hooks = Hooks(self._after_step(batches.steps), (self._end_epoch,), self._advice)
+        before = () if self.trainable.is_everything else (lambda loop: self.trainable.start(loop.progress.epoch + 1),)
+        hooks = Hooks(self._after_step(batches.steps), (self._end_epoch,), self._advice, before)
         self.loop = Loop(model, batches, objective, train_settings(config), hooks, accelerator, name)
         additions.attach(self.loop.inner, self.loop.optimizer)
+        if config.compile:
+            self.loop.inner.compile()
         kept: list[Any] = [self.loop.progress, StepSizes(self.loop.inner)]
         if self.ema is not None:
             kept += [self.ema, StepSizes(self.ema.module)]
@@ -172,7 +204,7 @@ class FinetunedArm:
         """
         accelerator, progress = self.accelerator, self.loop.progress
         if self.config.trackers:
-            accelerator.init_trackers(self.name)
+            accelerator.init_trackers(self.name, flat_options(self.config))
         # From here on each process has its own random numbers, which are the same in every run.
         set_seed(self.config.seed, device_specific=True)
         if resume:
@@ -181,14 +213,18 @@ class FinetunedArm:
         for note in self.notes if not progress.step else ():
             self._say(f"{self.name}: {note}.")
         self.loop.run()
+        averaged = self.loop.inner if self.ema is None else self.ema.module
+        best_epoch = self.best.restore(averaged, progress.rows)
         scores = self._scores("final", self.config.trials)
-        model, place = self.loop.inner if self.ema is None else self.ema.module, self.folder / outputs.MODEL
+        model, place = averaged, self.folder / outputs.MODEL
         weights = None if self.skeleton is None else accelerator.get_state_dict(self.loop.model)
         parameters = export_model(self.config, accelerator, self.skeleton or model, weights, place)
         result = {
             **asdict(scores),
             "train_loss": progress.rows[-1]["train_loss"],
             "epochs": self.config.epochs,
+            "epoch": best_epoch or progress.epoch,
+            "classes": self.classes,
             "steps": progress.step,
             "seconds": round(progress.seconds, 2),
             "parameters": parameters,
@@ -224,6 +260,9 @@ class FinetunedArm:
             "train_loss": progress.epoch_loss,
             "eval_loss": scores.loss,
             "eval_accuracy": scores.accuracy,
+            "eval_top5": scores.top5,
+            "eval_macro_f1": scores.macro_f1,
+            "eval_ece": scores.ece,
             "lr": loop.optimizer.param_groups[0]["lr"],
             "seconds": round(progress.seconds, 3),
         }
@@ -231,15 +270,18 @@ class FinetunedArm:
             row["blocks"] = block_rows(loop.inner, self.evaluation, self.dtype, (self.config.seed, progress.epoch - 1))
         progress.rows.append(row)
         self._write_rows()
+        logged = {key: value for key, value in row.items() if key.startswith(("train_", "eval_", "lr"))}
         self.accelerator.log(
-            {f"{self.name}/{key}": row[key] for key in ("train_loss", "eval_loss", "eval_accuracy", "lr")},
-            step=progress.step,
+            {f"{self.name}/{key}": value for key, value in logged.items() if value is not None}, step=progress.step
         )
         self._say(
             f"{self.name} epoch {progress.epoch}/{epochs}: train loss {row['train_loss']:.4f}, "
             f"eval loss {scores.loss:.4f}, accuracy {scores.accuracy:.2f}%"
         )
-        if self.config.checkpoints.every == "epoch" or progress.epoch == epochs:
+        if self.best.look(loop.model if self.ema is None else self.ema.module, progress.rows):
+            progress.stopped = True
+            self._say(f"{self.name}: stops after epoch {progress.epoch}: nothing became better.")
+        if self.config.checkpoints.every == "epoch" or progress.epoch == epochs or progress.stopped:
             self._save()
 
     def _save(self) -> None:

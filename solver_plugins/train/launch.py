@@ -2,16 +2,17 @@
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration
+from accelerate.tracking import get_available_trackers
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, LoggerType, ProjectConfiguration
 from torch import Tensor, nn
 
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import LaunchError
 
@@ -68,9 +69,15 @@ def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Acceler
         OptionError: If this machine does not support the precision.
     """
     # Explicit on machines without GPUs: a launch config for GPUs would otherwise leave out the process group.
-    cpu = not torch.cuda.is_available()
+    cpu = not torch.accelerator.is_available()
     if cpu and config.precision == "fp16":
         raise OptionError("precision 'fp16' needs a GPU, and there is none here; use 'bf16' or 'no'.")
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        raise LaunchError(
+            "DeepSpeed replaces the optimiser and the Parameters, which solver blocks and checkpoints need. Use DDP "
+            "(configs/accelerate/multi_gpu.yaml) or FSDP2 (configs/accelerate/fsdp.yaml)."
+        )
+    _check_trackers(config.trackers)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     try:
         made = Accelerator(
@@ -102,6 +109,16 @@ def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Acceler
             "config, as configs/accelerate/fsdp.yaml does."
         )
     return made
+
+
+def _check_trackers(names: Sequence[str]) -> None:
+    known = {str(name) for name in LoggerType} - {"all"}
+    there = {str(name) for name in get_available_trackers()}
+    for name in names:
+        if name not in known:
+            raise OptionError(f"Accelerate has no tracker {name!r}.{did_you_mean(name, known)}")
+        if name not in there:
+            raise OptionError(f"The tracker {name!r} is not installed: pip install {name}.")
 
 
 def _shard_over_gloo(made: Accelerator) -> None:

@@ -50,11 +50,13 @@ class Hooks:
         after_step: Called when the optimiser has taken a step.
         after_epoch: Called when an epoch is done and the weights are known to be finite.
         diverged: Returns what to add to the error when training diverges, given the batch if it is known.
+        before_epoch: Called when an epoch begins, with the model in training mode.
     """
 
     after_step: Sequence[Action] = ()
     after_epoch: Sequence[Action] = ()
     diverged: Callable[[Batch | None], str] = lambda batch: ""
+    before_epoch: Sequence[Action] = ()
 
 
 class Loop:
@@ -112,7 +114,7 @@ class Loop:
             disable=None if self.accelerator.is_main_process else True,
         )  # fmt: skip
         with bar:
-            while progress.epoch < epochs:
+            while progress.epoch < epochs and not progress.stopped:
                 bar.set_postfix_str(f"epoch {progress.epoch + 1}/{epochs}")
                 self._epoch(bar)
         return progress
@@ -120,6 +122,8 @@ class Loop:
     def _epoch(self, bar: "tqdm[None]") -> None:
         progress = self.progress
         self.model.train()
+        for action in self.hooks.before_epoch:
+            action(self)
         self._clocks = (time.perf_counter(), time.process_time())
         for batch in self.batches.start(progress.epoch, progress.step_in_epoch):
             with self.accelerator.accumulate(self.model):

@@ -22,9 +22,11 @@ METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 MODEL = "model"
 RESULT = "result.json"
+BEST = "best.safetensors"
 LOCK = "run.lock"
 ARMS = ("solver", "baseline", "plain")
-_FREE = {"output", "trackers", "checkpoints"}
+"""The folders of the models that a run trains."""
+_FREE = {"output", "trackers", "checkpoints", "seeds"}
 """What may differ between a run and its continuation."""
 
 

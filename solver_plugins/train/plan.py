@@ -15,6 +15,7 @@ from solver_plugins.train.launch import end_processes, make_accelerator
 from solver_plugins.train.optimizer import make_optimizer, make_schedule
 from solver_plugins.train.outputs import check_output
 from solver_plugins.train.preparation import image_settings
+from solver_plugins.train.trainable import Trainable
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         added = additions.describe()
         if config.head is not None:
             added.append(f"head: an equilibrium of {config.head.layers} layers, solved by {config.head.solver}")
+        trainable = Trainable(config, model).describe()
+        added += [trainable] if trainable else []
         parameters = sum(parameter.numel() for parameter in model.parameters())
         size = (
             "" if splits.is_text else f", images of {'x'.join(map(str, image_settings(config, model)['input_size']))}"

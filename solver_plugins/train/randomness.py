@@ -25,14 +25,16 @@ def seeded(*place: int | str, devices: bool = False) -> Iterator[None]:
     """
     seed = seed_for(*place)
     python, array = random.getstate(), numpy.random.get_state()
-    with torch.random.fork_rng(devices=None if devices else []):
+    device = torch.accelerator.current_accelerator() if devices else None
+    kind = "cuda" if device is None else device.type
+    with torch.random.fork_rng(devices=None if devices else [], device_type=kind):
         try:
             random.seed(seed)
             numpy.random.seed(seed)
             # torch.manual_seed would also seed accelerators.
             torch.default_generator.manual_seed(seed)
-            if devices and torch.cuda.is_available():
-                torch.cuda.manual_seed(seed)
+            if device is not None:
+                torch.get_device_module(device).manual_seed(seed)
             yield
         finally:
             random.setstate(python)

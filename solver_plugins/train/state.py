@@ -51,6 +51,7 @@ class Progress:
         epoch_loss: The mean loss of the last epoch that was completed; None before that.
         seconds: Spent in training, on the clock.
         cpu_seconds: Spent in training, by all threads of this process.
+        stopped: Whether training has ended before its last epoch, as nothing became better.
         rows: What was measured so far, one row per epoch.
     """
 
@@ -62,6 +63,7 @@ class Progress:
     epoch_loss: float | None = None
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    stopped: bool = False
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, str]:

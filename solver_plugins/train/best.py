@@ -1,0 +1,66 @@
+"""The weights of a run's best epoch: kept in a file while training goes on, and put back at its end."""
+
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from solver_plugins.errors import OptionError
+from solver_plugins.train.config import BestSection
+from solver_plugins.train.launch import is_sharded
+from solver_plugins.train.outputs import whole_file
+
+
+class BestWeights:
+    """Keeps the weights of the best epoch, and says when to stop.
+
+    Args:
+        section: What is compared; None keeps nothing, and the last epoch counts.
+        file: Where the weights are kept.
+        accelerator: Of the run.
+
+    Raises:
+        OptionError: If the weights are sharded.
+    """
+
+    def __init__(self, section: BestSection | None, file: Path, accelerator: Accelerator):
+        self.section, self.file, self.accelerator = section, file, accelerator
+        if section is not None and is_sharded(accelerator):
+            raise OptionError("best needs whole weights in each process, which FSDP does not have; leave one out.")
+
+    def epoch(self, rows: list[dict[str, Any]]) -> int:
+        """Returns the best epoch so far; the first of equal ones.
+
+        Raises:
+            OptionError: If the metric is not there, as five classes have no top5.
+        """
+        assert self.section is not None
+        values = [row[f"eval_{self.section.metric}"] for row in rows]
+        if None in values:
+            raise OptionError(
+                f"best.metric={self.section.metric!r} is not defined for these classes; compare accuracy."
+            )
+        signed = [self.section.sign * value for value in values]
+        return int(rows[signed.index(max(signed))]["epoch"])
+
+    def look(self, model: nn.Module, rows: list[dict[str, Any]]) -> bool:
+        """Keeps the weights if the last epoch is the best; returns whether to stop. Call it in all processes."""
+        if self.section is None:
+            return False
+        best, last = self.epoch(rows), int(rows[-1]["epoch"])
+        if best == last and self.accelerator.is_main_process:
+            # Clones: tied weights share memory, which the file format refuses.
+            state = self.accelerator.unwrap_model(model).state_dict()
+            with whole_file(self.file) as partial:
+                save_file({name: value.detach().cpu().clone().contiguous() for name, value in state.items()}, partial)
+        return self.section.patience is not None and last - best >= self.section.patience
+
+    def restore(self, model: nn.Module, rows: list[dict[str, Any]]) -> int | None:
+        """Puts the best weights into the unwrapped model and returns their epoch; None if nothing is kept."""
+        if self.section is None:
+            return None
+        self.accelerator.wait_for_everyone()
+        model.load_state_dict(load_file(self.file))
+        return self.epoch(rows)

@@ -1,0 +1,63 @@
+"""Measures of a classifier beside its accuracy: top-5 accuracy, macro F1, calibration, and each class by itself."""
+
+from dataclasses import dataclass
+
+import numpy
+from numpy.typing import NDArray
+
+BINS = 15
+"""Bins of confidence for the calibration error."""
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What the answers to labelled examples are worth; shares are percentages.
+
+    Attributes:
+        accuracy: How many answers are right.
+        top5: How often the right class is among the five likeliest; None for five classes or fewer.
+        macro_f1: The mean over the classes of the harmonic mean of precision and recall. Classes that neither occur
+            nor are answered are left out.
+        ece: Expected calibration error: how far confidence and accuracy are apart, on average over bins of confidence.
+        per_class: The accuracy on each class's own examples; None where there are none.
+    """
+
+    accuracy: float
+    top5: float | None
+    macro_f1: float
+    ece: float
+    per_class: tuple[float | None, ...]
+
+
+def measure(
+    labels: NDArray[numpy.int64],
+    answers: NDArray[numpy.int64],
+    confidence: NDArray[numpy.float64],
+    in_top5: NDArray[numpy.bool_],
+    classes: int,
+) -> Measures:
+    """Returns the measures of the answers to all examples.
+
+    Args:
+        labels: The right classes.
+        answers: The likeliest class of each example.
+        confidence: Its probability.
+        in_top5: Whether the right class is among the five likeliest.
+        classes: How many classes there are.
+    """
+    right = labels == answers
+    there, told = numpy.bincount(labels, minlength=classes), numpy.bincount(answers, minlength=classes)
+    hits = numpy.bincount(labels[right], minlength=classes)
+    met = there + told > 0
+    f1 = 2 * hits[met] / (there + told)[met]
+    bins = numpy.minimum((confidence * BINS).astype(numpy.int64), BINS - 1)
+    gaps = numpy.bincount(bins, weights=confidence - right, minlength=BINS)
+    return Measures(
+        accuracy=100 * float(right.mean()),
+        top5=100 * float(in_top5.mean()) if classes > 5 else None,
+        macro_f1=100 * float(f1.mean()),
+        ece=100 * float(numpy.abs(gaps).sum()) / len(labels),
+        per_class=tuple(
+            100 * float(hit) / int(count) if count else None for hit, count in zip(hits, there, strict=True)
+        ),
+    )
