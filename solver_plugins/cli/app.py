@@ -6,7 +6,7 @@ code 2. Anything else is a defect of this package and keeps its traceback.
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
@@ -48,9 +48,7 @@ class _LazyGroup(click.Group):
         def run(arguments: tuple[str, ...]) -> None:
             inner.main(list(arguments), prog_name=f"{ctx.command_path} {cmd_name}")
 
-        rest = click.Argument(["arguments"], nargs=-1, type=click.UNPROCESSED)
-        settings = {"ignore_unknown_options": True, "help_option_names": []}
-        return _Subcommand(cmd_name, inner, callback=run, params=[rest], context_settings=settings)
+        return _Subcommand(cmd_name, inner, run)
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         try:
@@ -66,8 +64,13 @@ class _LazyGroup(click.Group):
 class _Subcommand(click.Command):
     """A subcommand whose arguments are read by ``inner``; shells complete its options, names and keys."""
 
-    def __init__(self, name: str, inner: Any, **settings: Any):
-        super().__init__(name, **settings)
+    def __init__(self, name: str, inner: Any, run: Callable[[tuple[str, ...]], None]):
+        settings = {"ignore_unknown_options": True, "help_option_names": []}
+        rest = click.Argument(
+            ["arguments"], nargs=-1, type=click.UNPROCESSED,
+            shell_complete=lambda ctx, parameter, incomplete: self.shell_complete(ctx, incomplete),
+        )  # fmt: skip
+        super().__init__(name, callback=run, params=[rest], context_settings=settings)
         self.inner = inner
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:

@@ -312,7 +312,7 @@ class FinetuneConfig(StrictConfig):
                     raise ValueError(f"{name} is for images, and data.text is given; leave it out")
         if self.seeds is not None and (len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds)):
             raise ValueError("expected at least two different seeds; for one, set seed")
-        if self.seeds is not None and "seed" in self.model_fields_set:
+        if self.seeds is not None and self.seed:
             raise ValueError("expected seed or seeds; found both")
         if self.mixup is not None and self.class_weights is not None:
             raise ValueError("expected mixup or class_weights; found both")

@@ -43,7 +43,7 @@ class Scores:
     top5: float | None
     macro_f1: float
     ece: float
-    per_class: tuple[float | None, ...]
+    per_class: list[float | None]
 
 
 def samples_in_evaluation(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ class Measures:
     top5: float | None
     macro_f1: float
     ece: float
-    per_class: tuple[float | None, ...]
+    per_class: list[float | None]
 
 
 def measure(
@@ -57,7 +57,5 @@ def measure(
         top5=100 * float(in_top5.mean()) if classes > 5 else None,
         macro_f1=100 * float(f1.mean()),
         ece=100 * float(numpy.abs(gaps).sum()) / len(labels),
-        per_class=tuple(
-            100 * float(hit) / int(count) if count else None for hit, count in zip(hits, there, strict=True)
-        ),
+        per_class=[100 * float(hit) / int(count) if count else None for hit, count in zip(hits, there, strict=True)],
     )

@@ -10,7 +10,7 @@ from solver_plugins.errors import OptionError
 from solver_plugins.integrations.scripts import run_script
 
 TIMM = """
-    import argparse, sys
+    import argparse, pathlib
     from timm.models import create_model
     import helper  # Beside the script.
     parser = argparse.ArgumentParser()
@@ -19,17 +19,17 @@ TIMM = """
     teacher_first = create_model("test_vit", act_layer="relu")
     second = create_model("test_vit", act_layer="relu")
     names = [type(model.blocks[0].mlp.fc1).__name__ for model in (teacher_first, second)]
-    open(args.out, "w").write(" ".join([*names, __name__, helper.WORD]))
+    pathlib.Path(args.out).write_text(" ".join([*names, __name__, helper.WORD]))
 """
 TRAINER = """
-    import sys, torch, transformers
+    import pathlib, sys, transformers
     settings = transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
                                       image_size=8, patch_size=4, hidden_act="relu")
     model = transformers.AutoModelForImageClassification.from_config(settings)
     args = transformers.TrainingArguments(sys.argv[1] + ".d", report_to="none", use_cpu=True)
     trainer = transformers.Trainer(model, args)
     names = [type(one).__name__ for one in trainer.callback_handler.callbacks]
-    open(sys.argv[1], "w").write(" ".join([type(model.vit.layers[0].mlp.fc1).__name__, *names]))
+    pathlib.Path(sys.argv[1]).write_text(" ".join([type(model.vit.layers[0].mlp.fc1).__name__, *names]))
 """
 
 

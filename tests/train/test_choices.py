@@ -1,6 +1,7 @@
 """What a config can choose beside solvers: which weights are kept, what is trained, measured and repeated."""
 
 import json
+from types import SimpleNamespace
 
 import datasets
 import numpy
@@ -17,7 +18,7 @@ from solver_plugins.train.best import BestWeights
 from solver_plugins.train.config import BestSection, DataSection
 from solver_plugins.train.data import load_splits
 from solver_plugins.train.finetune import finetune, flat_options
-from solver_plugins.train.launch import Alone, end_processes, make_accelerator
+from solver_plugins.train.launch import end_processes, make_accelerator
 from solver_plugins.train.metrics import BINS, measure
 from solver_plugins.train.seeds import differences_of, finetune_seeds
 from solver_plugins.train.trainable import Trainable
@@ -48,7 +49,7 @@ def test_measures_against_scikit_learn():
 def test_the_best_epoch_is_exported(tmp_path):
     """A rate that grows too large: the last epoch is worse than an earlier one."""
     config = tiny(
-        tmp_path / "run", epochs=6, optimizer={"opt": "sgd", "lr": 2.0, "args": {"nesterov": False}}, solver=None,
+        tmp_path / "run", epochs=6, optimizer={"opt": "sgd", "lr": 0.6, "args": {"nesterov": False}}, solver=None,
         best={"metric": "loss"}, checkpoints={"keep": 1},
     )  # fmt: skip
     result = finetune(config)["plain"]
@@ -68,7 +69,7 @@ def test_best_compares_as_its_metric_says():
             {"epoch": 3, "eval_accuracy": 4.0, "eval_ece": 5.5, "eval_top5": None}]  # fmt: skip
 
     def best(metric):
-        return BestWeights(BestSection(metric=metric), None, Alone()).epoch(rows)
+        return BestWeights(BestSection(metric=metric), None, SimpleNamespace(distributed_type="NO")).epoch(rows)
 
     assert (best("accuracy"), best("ece")) == (2, 1)
     with pytest.raises(OptionError, match="top5"):
