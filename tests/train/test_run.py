@@ -103,7 +103,9 @@ def test_output_folders(finished, tmp_path):
 
 def test_overwrite_starts_anew_and_gives_the_same(tmp_path):
     config = tiny(
-        tmp_path / "run", solver={"name": "proxsg", "iters": 2, "p": 0.3, "args": {"eval_mode": "stochastic"}}, trials=3
+        tmp_path / "run",
+        solver={"name": "proxsg", "iters": 2, "p": 0.3, "targets": ["head"], "args": {"eval_mode": "stochastic"}},
+        trials=3,
     )
     first = finetune(config)
     before = weights(tmp_path / "run")
