@@ -26,6 +26,7 @@ from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
 from solver_plugins.surgery.errors import ConversionError, naming
 from solver_plugins.surgery.model_config import enter_into_config, refuse_quantized, remove_from_config
+from solver_plugins.surgery.rates import give_back, take_over, taken_over
 from solver_plugins.surgery.refusals import refuse_wrapped
 from solver_plugins.surgery.untouched import left_as_it_was
 from solver_plugins.surgery.watch import run_batch
@@ -74,6 +75,7 @@ def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[s
             pass_through(modules[name])
         for name in conversion.routed:
             route(modules[name])
+        take_over(modules, conversion.rates)
     except BaseException:
         restore_plain(model)
         raise
@@ -117,6 +119,7 @@ def conversion_of(model: nn.Module) -> Conversion:
         blocks=tuple(_record(name, block, names) for name, block in blocks.items()),
         passed_over=tuple(name for name, module in named if isinstance(module, PassThrough)),
         routed=tuple(name for name, module in named if isinstance(module, RoutedDropout)),
+        rates=taken_over(model),
     )
 
 
@@ -205,6 +208,8 @@ def restore_plain(model: nn.Module, chosen: Container[SolverBlock] | None = None
             vars(module).pop(_SPEC, None)
             vars(module).pop(_START, None)
     found = restore(model, chosen)
+    if not any(block.solver.samples != "nothing" for block in blocks_of(model).values()):
+        give_back(model)
     if found and not blocks_of(model):
         remove_from_config(model)
     return found

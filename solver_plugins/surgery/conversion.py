@@ -56,6 +56,9 @@ class Conversion(StrictConfig):
     blocks: tuple[BlockRecord, ...] = Field(description="The converted blocks.")
     passed_over: tuple[str, ...] = Field((), description="Names of the dropouts that solvers replace.")
     routed: tuple[str, ...] = Field((), description="Names of the dropouts that solvers share with layers.")
+    rates: dict[str, float] = Field(
+        {}, description="Attributes that give functional dropouts their rates, and the rates that solvers took over."
+    )
     trained: bool = Field(False, description="Whether weights were trained with these solvers.")
 
     @pydantic.model_validator(mode="before")
@@ -75,7 +78,7 @@ class Conversion(StrictConfig):
         """The names of all modules that the conversion is about."""
         parts = [(block.layer, block.outlet, block.norm, block.partner, block.scope) for block in self.blocks]
         named = {name for part in parts for name in part if name is not None}
-        return named.union(self.passed_over, self.routed)
+        return named.union(self.passed_over, self.routed, (path.rpartition(".")[0] for path in self.rates))
 
     def options(self) -> dict[str, Any]:
         """Returns the conversion as plain JSON-ready values.

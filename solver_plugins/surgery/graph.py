@@ -1,6 +1,7 @@
 """A record as a graph to walk: who reads a value, and what comes next if shape operations are skipped."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -43,11 +44,32 @@ class Step:
     is_output: bool
 
 
-class Graph:
-    """A record with the questions that the matcher asks of it."""
+@dataclass(frozen=True)
+class Rate:
+    """Where a functional dropout has its rate from.
 
-    def __init__(self, record: Record):
+    Attributes:
+        attribute: The path of the attribute that gives it; None if a solver cannot take it over.
+        sites: How many calls that attribute steers in one forward pass.
+        problem: Why a solver cannot take it over.
+    """
+
+    attribute: str | None = None
+    sites: int = 1
+    problem: str | None = None
+
+
+class Graph:
+    """A record with the questions that the matcher asks of it.
+
+    Args:
+        record: The record.
+        rates: Where functional dropouts have their rates from, as far as that is known, by the index of their call.
+    """
+
+    def __init__(self, record: Record, rates: Mapping[int, Rate] | None = None):
         self.record = record
+        self.rates = rates or {}
         self._kinds: dict[int, CallKind] = {}
 
     def kind(self, call: Call) -> CallKind:

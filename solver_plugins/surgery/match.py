@@ -1,6 +1,7 @@
 """Every linear layer of a model with its pattern, from a record alone; no solver is known here."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -10,7 +11,8 @@ from solver_plugins.blocks import SolverBlock
 from solver_plugins.blocks.shell import hides_forward
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators import reader_for
-from solver_plugins.surgery.graph import Graph
+from solver_plugins.surgery.errors import option
+from solver_plugins.surgery.graph import Graph, Rate
 from solver_plugins.surgery.kinds import is_linear_function, linear_like
 from solver_plugins.surgery.parts import CALLED, Block, DropoutPart, Samples, Surroundings
 from solver_plugins.surgery.record import Call, Record
@@ -30,17 +32,18 @@ class _Uses:
         return min((call.index for call in (*self.calls, *self.reads)), default=1 << 60)
 
 
-def match(record: Record, model: nn.Module) -> list[Block]:
+def match(record: Record, model: nn.Module, rates: Mapping[int, Rate] | None = None) -> list[Block]:
     """Returns one row for every linear layer, and for every weight that is multiplied by without a layer.
 
     Args:
         record: A record of the model.
         model: The model.
+        rates: Where functional dropouts have their rates from, where that has been looked for.
 
     Returns:
         The blocks in the order in which the model comes to them; layers that it never comes to are last.
     """
-    graph = Graph(record)
+    graph = Graph(record, rates)
     modules = dict(model.named_modules())
     uses: dict[str, _Uses] = {name: _Uses() for name, module in modules.items() if linear_like(module)}
     loose: dict[str, _Uses] = {}
@@ -125,21 +128,26 @@ def _merged(around: list[Surroundings]) -> Surroundings | None:
         patterns = ", ".join(dict.fromkeys(one.pattern for one in around))
         why = f"called {len(around)} times in different surroundings ({patterns}), so only the layer is common"
         found = Surroundings(calls=found.calls, notes=(why,))
+        lost = [one.dropout for one in around if one.dropout is not None]
+        found.dropped = {"outputs" if part.after else "inputs": part.name or "a dropout" for part in lost}
     elif len(around) > 1:
         if found.outlet != "linear":
             found.reasons += (f"called {len(around)} times: a {found.outlet} can finish one call only",)
         found.notes += (f"called {len(around)} times",)
     found.is_last = any(one.is_last for one in around)
-    found.dropped = {what: label for one in around for what, label in one.dropped.items()}
+    for one in around:
+        found.dropped |= one.dropped
     found.dropout = _owned(found.dropout, around)
     return found
 
 
 def _owned(dropout: DropoutPart | None, around: list[Surroundings]) -> DropoutPart | None:
     """A dropout whose every call feeds this layer is private, however often both are called."""
-    if dropout is None or dropout.ownership == "functional":
-        return dropout
+    if dropout is None:
+        return None
     calls = tuple(index for one in around if one.dropout is not None for index in one.dropout.calls)
+    if dropout.ownership == "functional":
+        return dataclasses.replace(dropout, calls=calls)
     return dataclasses.replace(dropout, calls=calls, ownership="private" if len(calls) == dropout.sites else "shared")
 
 
@@ -179,13 +187,17 @@ def _finished(block: Block) -> Block:
         return block
     samples: set[Samples] = {"nothing", "inputs", "outputs"}
     reasons = []
-    if block.dropout is not None and block.dropout.ownership == "functional":
+    if block.dropout is not None and block.dropout.ownership == "functional" and block.dropout.attribute is None:
         lost: Samples = "outputs" if block.dropout.after else "inputs"
         samples.discard(lost)
         where = "behind" if block.dropout.after else "before"
+        why = block.dropout.problem
         reasons.append(
             f"the dropout {where} it is a function (F.dropout), not a module that a solver could take over: not for "
             f"{CALLED[lost]} solvers"
+            if why is None
+            else f"the dropout {where} it is a function (F.dropout), and {why}; build the model with that rate at 0 "
+            f"(drop_rate=0) and give it with {option('p')}"
         )
     if block.prior is not None and block.prior.zero_argument is None:
         samples.discard("outputs")

@@ -41,6 +41,8 @@ class DropoutPart:
         calls: Indices of the calls that belong to this block, one for each call of the linear layer.
         after: Whether it stands behind the linear layer instead of before it.
         direct: Whether the same tensor goes between layer and dropout, without a view in between.
+        attribute: The path of the attribute that holds the rate of a function, if a solver can set it to zero.
+        problem: Why a solver cannot.
     """
 
     name: str | None
@@ -51,6 +53,8 @@ class DropoutPart:
     calls: tuple[int, ...]
     after: bool = False
     direct: bool = True
+    attribute: str | None = None
+    problem: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, rec
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.model_config import refuse_quantized
 from solver_plugins.surgery.parts import Block, Samples
+from solver_plugins.surgery.rates import rates_of
 from solver_plugins.surgery.record import Record, record
 from solver_plugins.surgery.refusals import refuse_wrapped
 from solver_plugins.surgery.select import Chosen, Selection, select, still_needed
@@ -57,6 +58,14 @@ def plan_conversion(model: nn.Module, spec: ConversionSpec, example_inputs: Any 
     refuse_quantized(model)
     recorded = record(model, example_inputs)
     blocks = match(recorded, model)
+    functions = [
+        index
+        for block in blocks
+        if (part := block.dropout_for(spec.samples)) is not None and part.ownership == "functional"
+        for index in part.calls
+    ]
+    if functions:
+        blocks = match(recorded, model, rates_of(model, recorded, example_inputs, functions))
     selection = select(blocks, spec, model)
     passed_over, routed = _taken_over(list(selection.chosen), spec.samples)
     made, priors = [], {}
@@ -72,6 +81,11 @@ def plan_conversion(model: nn.Module, spec: ConversionSpec, example_inputs: Any 
         blocks=tuple(sorted(made, key=lambda block: places[block.layer])),
         passed_over=tuple(sorted(passed_over, key=places.__getitem__)),
         routed=tuple(sorted(set(routed.values()), key=places.__getitem__)),
+        rates={
+            part.attribute: part.p
+            for one in selection.chosen
+            if (part := one.block.dropout_for(spec.samples)) is not None and part.attribute is not None
+        },
     )
     return Plan(spec, tuple(blocks), selection, conversion, priors)
 

@@ -1,8 +1,9 @@
 """One forward pass of a model, written down: which tensor went where."""
 
 import contextlib
+import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -47,7 +48,9 @@ class Record:
     shared_parameters: dict[str, tuple[str, ...]]
 
 
-def record(model: nn.Module, example_inputs: Any = None) -> Record:
+def record(
+    model: nn.Module, example_inputs: Any = None, attributes: Mapping[tuple[str, str], float] | None = None
+) -> Record:
     """Runs a model once and writes down what it did.
 
     A copy of the module tree without weights runs on the meta device, which costs no arithmetic. A model that looks at
@@ -58,6 +61,7 @@ def record(model: nn.Module, example_inputs: Any = None) -> Record:
         model: The model.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments; by default they are
             made from what the model says about itself (see :func:`~solver_plugins.surgery.inputs.example_inputs_for`).
+        attributes: What attributes of the copy's modules are set to, by the module's name and their own.
 
     Raises:
         RecordError: If there are no inputs, or the forward pass fails on both devices. The message says what to do.
@@ -72,19 +76,32 @@ def record(model: nn.Module, example_inputs: Any = None) -> Record:
             # Tensors that a model creates without a device: some models need them on meta, others read their values.
             for everywhere in (True, False) if device.type == "meta" else (False,):
                 try:
-                    return _attempt(model, inputs, device, everywhere, start)
+                    return _attempt(model, inputs, device, everywhere, start, attributes or {})
                 except Exception as error:
                     failures.append((device.type, error))
     raise _failure(model, failures, example_inputs is not None) from failures[-1][1]
 
 
-def _attempt(model: nn.Module, inputs: Inputs, device: torch.device, everywhere: bool, start: float) -> Record:
+def _attempt(
+    model: nn.Module,
+    inputs: Inputs,
+    device: torch.device,
+    everywhere: bool,
+    start: float,
+    attributes: Mapping[tuple[str, str], float],
+) -> Record:
     names = {module: name for name, module in model.named_modules()}
     # On its own device the pass could reach buffers of the model through a closure.
     untouched = unnoticed() if device.type == "meta" else left_as_it_was(model)
     with untouched, contextlib.ExitStack() as stack:
         made, originals = clone(model, to_meta if device.type == "meta" else to_own)
         _set_modes(made)
+        copies = {names[original]: copy for copy, original in originals.items()}
+        for (owner, attribute), value in attributes.items():
+            vars(copies[owner])[attribute] = value
+        # What a model draws decides the same in every pass.
+        torch.default_generator.manual_seed(0)
+        random.seed(0)
         if device.type == "meta":
             shorten_recurrence(made)
         tracer = Tracer(originals, names, _named_tensors(made))

@@ -236,7 +236,9 @@ def inspect_model(
 def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> LayerRow:
     block, solver = one.block, plan.solver_for(one)
     assert block.prior is not None
-    row = _left_row(plan, block, batch, reason="; ".join(block.notes))
+    part = block.dropout_for(plan.spec.samples)
+    taken = () if part is None or part.attribute is None else (f"takes the rate of {part.attribute!r} over",)
+    row = _left_row(plan, block, batch, reason="; ".join((*block.notes, *taken)))
     tau = None
     if isinstance(solver, SamplingSolver):
         shape = block.output_shape if solver.samples == "outputs" else block.input_shape

@@ -141,11 +141,13 @@ def _selection(
     fits = {**rejected, **fits}
     chosen = [one for block in blocks if isinstance(one := fits[block.name], Chosen)]
     why = {block.name: one for block in blocks if isinstance(one := fits[block.name], str)}
-    while short := [(one, part) for one, part in still_needed(chosen, samples) if not part.direct]:
+    while short := [(one, part) for one, part in still_needed(chosen, samples) if part.name is None or not part.direct]:
         for one, part in short:
             why[one.block.name] = (
                 f"its dropout {part.name!r} also serves a layer that is not converted, and shape operations stand "
                 "between it and this layer; convert the other one too"
+                if part.name is not None
+                else f"{part.attribute!r} also steers the dropout of a layer that is not converted; convert that, too"
             )
             chosen.remove(one)
     return Selection(tuple(chosen), why)
@@ -154,10 +156,10 @@ def _selection(
 def still_needed(chosen: Sequence[Chosen], samples: Samples) -> list[tuple[Chosen, DropoutPart]]:
     """Returns the blocks whose dropout also serves layers that are not converted."""
     parts = [(one, part) for one in chosen if (part := one.block.dropout_for(samples)) is not None]
-    calls: dict[int, set[int]] = {}
+    calls: dict[str | None, set[int]] = {}
     for _, part in parts:
-        calls.setdefault(id(part.module), set()).update(part.calls)
-    return [(one, part) for one, part in parts if len(calls[id(part.module)]) < part.sites]
+        calls.setdefault(part.name or part.attribute, set()).update(part.calls)
+    return [(one, part) for one, part in parts if len(calls[part.name or part.attribute]) < part.sites]
 
 
 def _wanted(spec: ConversionSpec) -> frozenset[Pattern]:

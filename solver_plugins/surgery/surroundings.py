@@ -9,7 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.prox import Prior, prox_for
 from solver_plugins.surgery.composite import find_composite
-from solver_plugins.surgery.graph import Graph, Step
+from solver_plugins.surgery.graph import Graph, Rate, Step
 from solver_plugins.surgery.parts import (
     ActivationPart,
     DropoutPart,
@@ -50,6 +50,7 @@ def surroundings_of(graph: Graph, call: Call) -> Surroundings:
 def signature(found: Surroundings) -> tuple[Any, ...]:
     """Returns what two calls of one layer must have in common to be one block."""
     names = [getattr(part, "name", None) for part in (found.dropout, found.norm, found.activation)]
+    names.append(getattr(found.dropout, "attribute", None))
     return found.pattern, *names, None if found.activation is None else found.activation.label, repr(found.prior)
 
 
@@ -288,7 +289,6 @@ def _look_back(graph: Graph, found: Surroundings) -> None:
     if found.pattern == "linear-dropout-act":
         return
     if readers > 1:
-        found.dropped["inputs"] = graph.label(call)
         found.notes += (f"its dropout ({graph.label(call)}) feeds {readers} operations, so it is not the layer's own",)
         return
     found.dropout = _dropout_part(graph, call, _layer(graph, found).inputs[0].value in call.outputs)
@@ -300,7 +300,9 @@ def _look_back(graph: Graph, found: Surroundings) -> None:
 
 def _dropout_part(graph: Graph, call: Call, direct: bool, after: bool = False) -> DropoutPart:
     if call.module is None:
-        return DropoutPart(None, None, graph.rate(call), "functional", 1, (call.index,), after, direct)
+        rate = graph.rates.get(call.index, Rate())
+        known = (rate.attribute, rate.problem)
+        return DropoutPart(None, None, graph.rate(call), "functional", rate.sites, (call.index,), after, direct, *known)
     sites = graph.record.call_counts.get(call.name, 1)
     ownership: Ownership = "private" if sites == 1 else "shared"
     return DropoutPart(call.name, call.module, graph.rate(call), ownership, sites, (call.index,), after, direct)
