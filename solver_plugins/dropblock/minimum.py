@@ -17,6 +17,7 @@ from solver_plugins.dropblock.errors import FactorisationError
 from solver_plugins.dropblock.retain import check_block_size, check_divides, check_theta, theta_of_width
 from solver_plugins.dropblock.support_norm import k_support_norm_sq, shrink
 from solver_plugins.errors import OptionError, ShapeError
+from solver_plugins.prox.prior import in_float64
 
 _TRIES = 4
 
@@ -80,10 +81,10 @@ def global_minimum(
         raise ShapeError(f"Expected targets (N, a); found the shape {tuple(Y.shape)}.")
     if X is not None and (X.ndim != 2 or X.shape[0] != Y.shape[0]):
         raise ShapeError(f"Expected inputs ({Y.shape[0]}, b), one row for each target; found {tuple(X.shape)}.")
-    Y = Y.detach().double()
+    Y = in_float64(Y)
     # The pseudo-inverse drops directions of X that are zero up to rounding.
-    inverse = None if X is None else torch.linalg.pinv(X.detach().double())
-    reachable = Y if X is None or inverse is None else X.detach().double() @ (inverse @ Y)
+    inverse = None if X is None else torch.linalg.pinv(in_float64(X))
+    reachable = Y if X is None or inverse is None else in_float64(X) @ (inverse @ Y)
     left, m, right = torch.linalg.svd(reachable, full_matrices=False)
     m = torch.where(m > m[0] * 1e-14 * max(Y.shape), m, 0)
     beta = (1 - theta_bar) / theta_bar

@@ -12,7 +12,7 @@ from solver_plugins.equilibrium.backward import Adjoint, BackwardReport
 from solver_plugins.equilibrium.errors import DivergenceError
 from solver_plugins.equilibrium.implicit import with_gradient
 from solver_plugins.equilibrium.layer import OptEqLayer
-from solver_plugins.equilibrium.problem import EquilibriumProblem, Regularization
+from solver_plugins.equilibrium.problem import EquilibriumProblem, Regularization, may_look
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer, make_regularizer
 from solver_plugins.equilibrium.solvers import EQUILIBRIUM_SOLVERS, Run, settle, unroll
 from solver_plugins.errors import InputError, NotConvergedWarning, OptionError, ShapeError, warn
@@ -212,7 +212,7 @@ class DeepOptEq(nn.Module):
         with torch.no_grad():
             worst = run.residual.amax()
             self.residual.copy_(worst)
-            if torch.compiler.is_compiling():
+            if not may_look():
                 return True
             grew = (run.last > 1.01 * run.first).any()
             residual, grown = torch.stack([worst, grew.to(worst.dtype)]).tolist()

@@ -74,7 +74,7 @@ def rescaled_kernel(kernel: Tensor, geometry: Geometry, norm: float = 1.0) -> Te
 def _gram_sums(kernel: Tensor, geometry: Geometry) -> Tensor:
     """Returns ``sum_i |V^T V|_ij`` per input feature ``j``, summed over all shifts for a convolution."""
     if geometry.dims == 0:
-        return (kernel.mT @ kernel).abs().sum(0)
+        return _sizes(kernel.mT @ kernel, kernel).sum(0)
     if geometry.dims != 2 or geometry.groups != 1 or geometry.padding_mode not in ("zeros", "circular"):
         raise ShapeError(
             "constraint='aol' takes linear layers and Conv2d without groups, with zero or circular padding; found a "
@@ -84,7 +84,18 @@ def _gram_sums(kernel: Tensor, geometry: Geometry) -> Tensor:
     # Dilation moves taps apart and does not change the sums; a stride drops outputs, which only lowers the norm.
     swapped = kernel.transpose(0, 1)
     pads = [taps - 1 for taps in kernel.shape[2:]]
-    return functional.conv2d(swapped, swapped, padding=pads).abs().sum((0, 2, 3))
+    return _sizes(functional.conv2d(swapped, swapped, padding=pads), kernel).sum((0, 2, 3))
+
+
+def _sizes(products: Tensor, kernel: Tensor) -> Tensor:
+    """Returns ``|products|``, with the slope 0 where a product is zero up to rounding.
+
+    Orthogonal weights, with which training starts, have products of zero. Their sign is that of a rounding error: it
+    would fill gradients with noise, and 0 is as good a slope of ``|.|`` there.
+    """
+    sizes = products.abs()
+    noise = 2**-15 * kernel.detach().square().sum() / kernel.shape[1]
+    return torch.where(sizes > noise, sizes, sizes.detach())
 
 
 def check_norm(norm: float) -> None:

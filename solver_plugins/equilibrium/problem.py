@@ -10,6 +10,12 @@ from torch import Tensor
 
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer
 from solver_plugins.equilibrium.unit import Slope, Unit, mixed
+from solver_plugins.operators import is_faked
+
+
+def may_look() -> bool:
+    """Whether values may be read, to stop early and to report; not in a compiled graph, nor where there are none."""
+    return not torch.compiler.is_compiling() and not is_faked()
 
 
 class Layout(Protocol):

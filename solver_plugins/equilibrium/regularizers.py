@@ -5,9 +5,9 @@ A third-party distribution adds one by an entry point of the group ``solver_plug
 
 import abc
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
@@ -59,17 +59,10 @@ FEATURE_REGULARIZERS: Registry[type[FeatureRegularizer]] = Registry(
     entry_point_group="solver_plugins.feature_regularizers",
     check=subclasses_of(FeatureRegularizer, "solver_plugins.equilibrium.FeatureRegularizer"),
 )
-R = TypeVar("R", bound=type[FeatureRegularizer])
-
-
-def register_regularizer(regularizer: R) -> R:
-    """Class decorator: registers a feature regulariser under its ``name``."""
-    return FEATURE_REGULARIZERS.register_class(regularizer)
-
-
-def list_regularizers(filter: str | Iterable[str] | None = None) -> list[str]:
-    """Returns the names of the feature regularisers; ``filter`` is a glob on the name or a tag ("convex", "batch")."""
-    return FEATURE_REGULARIZERS.names(filter)
+register_regularizer = FEATURE_REGULARIZERS.register_class
+"""Class decorator: registers a feature regulariser under its ``name``."""
+list_regularizers = FEATURE_REGULARIZERS.names
+"""Returns the names of the feature regularisers; ``filter`` is a glob on the name or a tag ("convex", "batch")."""
 
 
 def make_regularizer(given: str | Mapping[str, Any] | FeatureRegularizer) -> FeatureRegularizer:

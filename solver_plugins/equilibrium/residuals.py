@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solver_plugins.equilibrium.problem import Jacobian, Pull, rows_of, states_of
+from solver_plugins.equilibrium.problem import Jacobian, Pull, may_look, rows_of, states_of
 
 _WINDOW = 8
 """A new direction is made orthogonal to this many past ones."""
@@ -55,7 +55,7 @@ def minimal_residuals(
         pulls: Whether to return what the product leaves at ``y``; for a Jacobian with nothing appended.
         scale: One number per problem (``dims`` kept) by which the pull is multiplied; ``y`` is not.
     """
-    looks = not torch.compiler.is_compiling()
+    looks = may_look()
     right = rows_of(jacobian, w)
     eps = torch.finfo(w.dtype).eps
     # A little below the tolerance, because the recurrence has rounding errors.

@@ -88,6 +88,11 @@ def read_layer(layer: nn.Module) -> tuple[Tensor, Geometry]:
         raise UnsupportedLayerError(
             f"{type(layer).__qualname__} is a lazy layer whose weight has no shape yet; run one forward pass first."
         )
+    if not kernel.numel():
+        raise UnsupportedLayerError(
+            f"Expected a layer with inputs and outputs; found a {type(layer).__qualname__} whose weight has the shape "
+            f"{tuple(kernel.shape)}, so there is nothing to solve."
+        )
     return kernel, geometry
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solver_plugins.prox.prior import infinite_where
+from solver_plugins.prox.prior import in_float64, infinite_where
 
 # Both the search and the quadrature work in s = asinh(v), which resolves v near 0 and reaches |v| = 2.4e8.
 _REACH = 20.0
@@ -34,7 +34,7 @@ def inverse(rho: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 def conjugate_penalty(rho: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Returns ``g(x)`` elementwise up to a constant, infinite where ``rho`` does not reach ``x``."""
-    wide = x.detach().double()
+    wide = in_float64(x)
     v = inverse(rho, wide)
     end = torch.asinh(v)
     nodes, weights = (values.to(wide.device) for values in _rule())
@@ -43,7 +43,7 @@ def conjugate_penalty(rho: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     reach = torch.full_like(wide, _REACH).sinh()
     slack = 1e-12 * (1 + wide.abs())
     outside = (wide > rho(reach) + slack) | (wide < rho(-reach) - slack)
-    return infinite_where(outside, wide * v - integral - wide**2 / 2).to(x.dtype)
+    return infinite_where(outside, wide * v - integral - wide**2 / 2).to(x)
 
 
 @functools.cache

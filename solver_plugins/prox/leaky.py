@@ -69,7 +69,8 @@ class PreluPrior(Prior):
     """PReLU: LeakyReLU with the learnable slope of a module, one for all or one per channel (dimension 1).
 
     Each call reads the slope from the module, so gradients reach it, and copying prior and module together
-    (``deepcopy``, ``pickle``) keeps them connected. A slope that training moves out of [0, 1] raises at run time.
+    (``deepcopy``, ``pickle``) keeps them connected. A slope outside [0, 1] raises: here, or at run time if training
+    moves it there.
 
     Args:
         module: The ``nn.PReLU`` whose ``weight`` is the slope.
@@ -80,6 +81,9 @@ class PreluPrior(Prior):
     name = "prelu"
     tags = frozenset({"activation", "paper"})
     learnable = True
+
+    def __post_init__(self) -> None:
+        self._weight()
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x gam/2 max(-x, 0)^2 + |x - a|^2 / (2 t)``, ``gam = (1 - s)/s`` per channel.

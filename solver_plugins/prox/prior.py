@@ -43,6 +43,11 @@ def widened(a: Tensor) -> Tensor:
     return a.float() if a.dtype in (torch.bfloat16, torch.float16) else a
 
 
+def in_float64(x: Tensor) -> Tensor:
+    """Returns a tensor without gradient in float64; on the CPU, if its device has no such numbers (MPS)."""
+    return (x.detach().cpu() if x.device.type == "mps" else x.detach()).double()
+
+
 def infinite_where(condition: Tensor, values: Tensor) -> Tensor:
     """Returns ``values`` with infinity where ``condition`` holds: the indicator function of the complement."""
     return torch.where(condition, torch.full_like(values, torch.inf), values)

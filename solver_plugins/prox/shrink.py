@@ -10,7 +10,7 @@ from torch.nn import functional
 from solver_plugins.errors import NotProximalError
 from solver_plugins.prox.conjugate import inverse
 from solver_plugins.prox.monotone import NewtonPrior
-from solver_plugins.prox.prior import Prior, Step, is_unit, register_prior, step_like
+from solver_plugins.prox.prior import Prior, Step, in_float64, is_unit, register_prior, step_like
 
 
 @register_prior
@@ -63,5 +63,5 @@ class TanhshrinkPrior(NewtonPrior):
         return v - value, value * value
 
     def g(self, x: Tensor) -> Tensor:
-        v = inverse(functional.tanhshrink, x.detach().double()).to(x.dtype)
+        v = inverse(functional.tanhshrink, in_float64(x)).to(x)
         return torch.logaddexp(v, -v) - torch.log(torch.full_like(v, 2.0)) - torch.tanh(v) ** 2 / 2

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.proxprop.errors import EmptyBatchError, LayerNotRunError, OverwrittenError, ReplicaError
 from solver_plugins.proxprop.processes import shapes_of
 from solver_plugins.proxprop.shared_weight import SharedWeight
@@ -40,7 +41,7 @@ class Summary(NamedTuple):
             any(tally.gram is not None for tally in shared.tallies),
             [shapes_of(tally.kept) for tally in shared.tallies],
             present,
-            float(shared.probed_gradient().double().norm()) if compare else 0.0,
+            float(in_float64(shared.probed_gradient()).norm()) if compare else 0.0,
             any(tally.overwritten or any(call.overwritten for call in tally.kept) for tally in shared.tallies),
         )
 

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.proxprop.capture import LayerCall
 from solver_plugins.proxprop.errors import NonFiniteError
 from solver_plugins.proxprop.processes import Processes
@@ -178,15 +179,15 @@ def _factor_of_gradient(
     for x, call in zip(inputs, calls, strict=True):
         y = shared.rows.project(x, probe[..., :columns])
         seen.append(y if call.bias is None else y + probe[..., columns + call.bias, None])
-    expected = multiply(d.mT, torch.cat(seen, 1))[..., 0].double()
-    found = probed.double()
+    expected = multiply(d.mT, torch.cat(seen, 1))[..., 0]
+    expected, found = in_float64(expected), in_float64(probed)
     size = float(expected.square().sum())
     factor = float((expected * found).sum()) / size if size > 0 else 1.0
     low = min((call.output_gradient().dtype for call in calls), key=lambda dtype: -torch.finfo(dtype).eps)
     rounding = max(torch.finfo(low).eps, torch.finfo(shared.weight.dtype).eps)
     # An upper bound on |X| |D|: every entry of the input occurs at most once per tap.
-    squares = sum(float(torch.linalg.vector_norm(x).double()) ** 2 for x in inputs) * math.prod(shared.rows.taps)
-    scale = float(torch.linalg.vector_norm(d).double()) * (squares + d.shape[1] * len(shared.biases)) ** 0.5
+    squares = sum(float(torch.linalg.vector_norm(x)) ** 2 for x in inputs) * math.prod(shared.rows.taps)
+    scale = float(torch.linalg.vector_norm(d)) * (squares + d.shape[1] * len(shared.biases)) ** 0.5
     bound = 2 * rounding * float(found.norm()) + 16 * torch.finfo(shared.dtype).eps * abs(factor) * scale
     return factor if float((found - factor * expected).norm()) <= bound else None
 

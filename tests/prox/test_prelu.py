@@ -7,8 +7,10 @@ from torch import nn
 from torch.autograd import gradcheck
 from torch.nn import functional
 
+from solver_plugins import convert_model
 from solver_plugins.errors import NotProximalError, ShapeError
 from solver_plugins.prox import LeakyReluPrior, PreluPrior, prox_for
+from solver_plugins.surgery.errors import TargetError
 
 
 def per_channel(*slopes: float) -> nn.PReLU:
@@ -114,3 +116,20 @@ def test_it_compiles_with_the_check_in_the_graph():
         module.weight.fill_(2.0)
     with pytest.raises(RuntimeError, match="slope in"):
         compiled(a)
+
+
+@pytest.mark.parametrize("slope", [1.5, -0.1])
+def test_a_slope_out_of_range_is_no_prior(slope):
+    with pytest.raises(NotProximalError, match="slope in"):
+        prox_for(per_channel(0.3, slope))
+
+
+def test_a_layer_before_a_slope_out_of_range_is_refused_or_keeps_it_outside():
+    """As before a GELU: the layer can be solved without a prior, and the activation follows."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.PReLU(4, init=1.5), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    options = {"solver": "proxgd", "iters": 1, "targets": ["0"], "example_inputs": x}
+    with pytest.raises(TargetError, match=r"found 1.5 .*pattern='linear'"):
+        convert_model(copy.deepcopy(model), **options)
+    converted = convert_model(copy.deepcopy(model), pattern="linear", **options)
+    torch.testing.assert_close(converted(x), model(x))

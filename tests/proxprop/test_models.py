@@ -1,10 +1,14 @@
 """Real models of timm and transformers in a plain loop."""
 
+import copy
+
 import pytest
 import timm
 import torch
+from torch import nn
 
-from solver_plugins import ProxProp
+from solver_plugins import ProxProp, convert_model
+from solver_plugins.errors import SolverPluginsError
 from tests.surgery.models import bert, gpt2, vit
 
 
@@ -62,3 +66,21 @@ def test_a_few_steps_descend(name, mode):
 def layer_gradient(model, name):
     parameters = model.get_submodule(name).parameters()
     return torch.cat([parameter.grad.reshape(-1) for parameter in parameters])
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_layers_without_features_are_left_alone_or_refused_by_name():
+    model = nn.Sequential(nn.Linear(3, 0), nn.ReLU(), nn.Linear(0, 4), nn.ReLU(), nn.Linear(4, 4), nn.Linear(4, 2))
+    x = torch.randn(5, 3)
+    with pytest.raises(SolverPluginsError, match="nothing to solve"):
+        convert_model(copy.deepcopy(model), solver="proxgd", targets=["0"], example_inputs=x)
+    with pytest.raises(SolverPluginsError, match="nothing to solve"):
+        ProxProp(model, targets=["2"])
+    converted = convert_model(
+        copy.deepcopy(model), solver="proxgd", iters=1, targets=["4"], pattern="linear", example_inputs=x
+    )
+    torch.testing.assert_close(converted(x), model(x))
+    prox = ProxProp(model, "cg3")
+    assert prox.layers == ["4", "5"] and "nothing to solve" in prox.skipped["0"]
+    model(x).sum().backward()
+    prox.precondition()

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from solver_plugins.equilibrium.problem import EquilibriumProblem, FixedPointProblem, Jacobian, rows_of
+from solver_plugins.equilibrium.problem import EquilibriumProblem, FixedPointProblem, Jacobian, may_look, rows_of
 from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver
 
 _OPTIMISM = 10.0
@@ -76,7 +76,7 @@ def settle(
     """
     config: Any = solver.config
     iters = config.iters if iters is None else iters
-    looks = not torch.compiler.is_compiling()
+    looks = may_look()
     with torch.no_grad():
         state = dataclasses.replace(solver.init(), z=start)
     first = before = error = iterations = None

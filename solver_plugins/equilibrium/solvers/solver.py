@@ -5,9 +5,9 @@ distribution adds one through the entry-point group ``solver_plugins.equilibrium
 """
 
 import abc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import pydantic
 from torch import Tensor
@@ -111,14 +111,7 @@ EQUILIBRIUM_SOLVERS: Registry[type[EquilibriumSolver]] = Registry(
     entry_point_group="solver_plugins.equilibrium_solvers",
     check=subclasses_of(EquilibriumSolver, "solver_plugins.equilibrium.EquilibriumSolver"),
 )
-S = TypeVar("S", bound=type[EquilibriumSolver])
-
-
-def register_equilibrium_solver(solver: S) -> S:
-    """Class decorator: registers a solver under its ``name``; the first line of its docstring is the description."""
-    return EQUILIBRIUM_SOLVERS.register_class(solver)
-
-
-def list_equilibrium_solvers(filter: str | Iterable[str] | None = None) -> list[str]:
-    """Returns the names of the equilibrium solvers; ``filter`` is a glob on the name or a tag ("accelerated")."""
-    return EQUILIBRIUM_SOLVERS.names(filter)
+register_equilibrium_solver = EQUILIBRIUM_SOLVERS.register_class
+"""Class decorator: registers a solver under its ``name``; the first line of its docstring is the description."""
+list_equilibrium_solvers = EQUILIBRIUM_SOLVERS.names
+"""Returns the names of the equilibrium solvers; ``filter`` is a glob on the name or a tag ("accelerated")."""
