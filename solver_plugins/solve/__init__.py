@@ -18,15 +18,14 @@ from solver_plugins.solve.collapse import Affine, Collapsed
 from solver_plugins.solve.conjugate import conjugate_gradients
 from solver_plugins.solve.fista import FISTA
 from solver_plugins.solve.implicit import refuse_second_derivative, solve_implicit, with_adjoint
-from solver_plugins.solve.loop import Diagnostics, Solution, solve
 from solver_plugins.solve.ms2gd import MS2GD
-from solver_plugins.solve.problem import BlockProblem, working_dtype
+from solver_plugins.solve.problem import BlockProblem, GateKind, Observer, Scale, working_dtype
 from solver_plugins.solve.proxgd import ProxGD
 from solver_plugins.solve.proxsg import ProxSG
 from solver_plugins.solve.rcd import RCD
 from solver_plugins.solve.recursion import Momentum, Recursion, Samples
+from solver_plugins.solve.run import Diagnostics, Solution, solve
 from solver_plugins.solve.s2gd import S2GD
-from solver_plugins.solve.scale import GateKind, Observer, Scale
 from solver_plugins.solve.svrg import SVRG
 
 __all__ = [

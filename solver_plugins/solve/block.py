@@ -7,20 +7,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from solver_plugins.errors import OptionError
-from solver_plugins.operators import LinearMap, LinearOperator, product_dtype
+from solver_plugins.errors import InputError, OptionError, ShapeError
+from solver_plugins.operators import LinearMap, LinearOperator, autocasts, product_dtype
 from solver_plugins.prox import IdentityPrior, Prior
-from solver_plugins.solve.arithmetic import symmetric_product, times
 from solver_plugins.solve.base import Draws, SamplingSolver, Solver
-from solver_plugins.solve.checks import check_gate, check_input
+from solver_plugins.solve.checks import check_gate
 from solver_plugins.solve.collapse import Affine, Collapsed, applied, collapse, collapse_output, multiplied, scaled
 from solver_plugins.solve.implicit import solve_implicit
-from solver_plugins.solve.layout import is_matrix
-from solver_plugins.solve.loop import Diagnostics, Solution, solve
+from solver_plugins.solve.layout import is_matrix, symmetric_product
 from solver_plugins.solve.paths import path_for
-from solver_plugins.solve.problem import BlockProblem, working_dtype
-from solver_plugins.solve.run import runs_in_kernel, solve_in_kernel
-from solver_plugins.solve.scale import Scale
+from solver_plugins.solve.problem import BlockProblem, Scale, working_dtype
+from solver_plugins.solve.run import Diagnostics, Solution, runs_in_kernel, solve, solve_in_kernel
+from solver_plugins.solve.steps import times
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ def pose_problem(
         ShapeError: For a skip of another shape than the output.
         OptionError: For a prior that couples independent problems.
     """
-    check_input(input, operator, skip)
+    _check_input(input, operator, skip)
     if not prior.separable:
         dim = getattr(prior, "dim", operator.feature_dim)
         if dim - input.dim() * (dim >= 0) != operator.feature_dim:
@@ -294,3 +292,18 @@ def _collapsed(
         return last
     scale = scale.observed(lambda: last, operator.feature_dim)
     return scale.of(last, None if scale.blend is None else problem.first(problem.step), operator.per_feature)
+
+
+def _check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) -> None:
+    """Raises InputError or ShapeError for what the plain layer would not take, on every path of every solver."""
+    if not isinstance(input, Tensor):
+        raise InputError(f"Expected a tensor; found {type(input).__name__}.")
+    weight = operator.weight
+    autocast = autocasts(weight.device)
+    if not input.is_floating_point() or (input.dtype != weight.dtype and not autocast):
+        raise InputError(f"Expected an input in {weight.dtype}, the weight's dtype; found {input.dtype}.")
+    if skip is not None:
+        batch = tuple(input.shape[: input.dim() - len(operator.problem_dims)])
+        shape = (*batch, *operator.output_shape)
+        if tuple(skip.shape) != shape:
+            raise ShapeError(f"Expected a skip of the output's shape {shape}; found {tuple(skip.shape)}.")

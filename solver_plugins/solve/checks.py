@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.errors import InputError, NoMinimizerError, NoMinimizerWarning, OptionError, ShapeError, warn
-from solver_plugins.operators import Geometry, LinearOperator, autocasts
+from solver_plugins.errors import NoMinimizerError, NoMinimizerWarning, OptionError, warn
+from solver_plugins.operators import Geometry
 from solver_plugins.prox import Prior
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solve.base import SamplingSolver, Solver
-from solver_plugins.solve.scale import GateKind
+from solver_plugins.solve.problem import GateKind
 
 Activation = nn.Module | Callable[..., Tensor] | str | Prior | None
 OutputKind = Literal["argument", "value"]
@@ -110,18 +110,3 @@ def check_rank(solver: Solver, prior: Prior, kernel: Tensor) -> None:
         "gradient='implicit' with lam=0 needs a linear map of full row rank; a weight of shape "
         f"{tuple(kernel.shape)} was found that is not known to be one. Use lam > 0 (default 1e-3)."
     )
-
-
-def check_input(input: Tensor, operator: LinearOperator, skip: Tensor | None) -> None:
-    """Raises InputError or ShapeError for what the plain layer would not take, on every path of every solver."""
-    if not isinstance(input, Tensor):
-        raise InputError(f"Expected a tensor; found {type(input).__name__}.")
-    weight = operator.weight
-    autocast = autocasts(weight.device)
-    if not input.is_floating_point() or (input.dtype != weight.dtype and not autocast):
-        raise InputError(f"Expected an input in {weight.dtype}, the weight's dtype; found {input.dtype}.")
-    if skip is not None:
-        batch = tuple(input.shape[: input.dim() - len(operator.problem_dims)])
-        shape = (*batch, *operator.output_shape)
-        if tuple(skip.shape) != shape:
-            raise ShapeError(f"Expected a skip of the output's shape {shape}; found {tuple(skip.shape)}.")

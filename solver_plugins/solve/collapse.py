@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.operators import ConvMap, LinearMap, LinearOperator, autocast_off, is_eager, match_dtype
-from solver_plugins.solve.arithmetic import Numbers, matrix_of, symmetric_product, times, with_diagonal
 from solver_plugins.solve.base import Solver
-from solver_plugins.solve.layout import Layout
-from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.layout import Layout, matrix_of, symmetric_product, with_diagonal
+from solver_plugins.solve.problem import BlockProblem, Scale
 from solver_plugins.solve.recursion import Recursion
-from solver_plugins.solve.scale import Scale
+from solver_plugins.solve.steps import Numbers, times
 
 SMALL_BATCH = 16
 """With fewer rows, a product with the weight to see whether it has moved would be most of the work."""
@@ -150,7 +149,7 @@ class _Polynomial:
         if gate is not None and gate.dim():
             gate = gate.reshape(*matrix_of(problem.operator, problem.operator.weight).shape[:-1], 1)
         self.gate = gate
-        self.numbers = Numbers(problem.smoothness, recursion, self.iterations, unit=unit, lam=problem.lam)
+        self.numbers = Numbers(problem.smoothness, recursion.factor, self.iterations, unit=unit, lam=problem.lam)
 
     def of(self, gram: Tensor) -> Tensor:
         """Returns ``p`` of a symmetric matrix."""

@@ -31,9 +31,9 @@ from solver_plugins.errors import DoubleBackwardError, NotConvergedWarning, warn
 from solver_plugins.operators import autocast_off
 from solver_plugins.solve.base import Solver, State
 from solver_plugins.solve.conjugate import conjugate_gradients
-from solver_plugins.solve.loop import Solution
 from solver_plugins.solve.paths import path_for
 from solver_plugins.solve.problem import BlockProblem
+from solver_plugins.solve.run import Solution
 
 Run = Callable[[bool], Solution]
 

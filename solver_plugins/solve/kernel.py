@@ -18,16 +18,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from solver_plugins.operators import autocast_off, is_eager
+from solver_plugins.operators import autocast_off
 from solver_plugins.prox import Step
-from solver_plugins.solve.arithmetic import Numbers, is_one, plus, times
+from solver_plugins.solve.layout import Parts, chosen, combined
 from solver_plugins.solve.products import make_products
-from solver_plugins.solve.rule import Given, Kept
-
-Parts = list[tuple[int, Step]]
-"""Iterates, by their number, and their shares."""
+from solver_plugins.solve.recursion import Given, Kept
+from solver_plugins.solve.steps import Numbers, has_values, is_one, times
 
 
 def solve_recursion(given: Given) -> tuple[Tensor, Tensor | None]:
@@ -61,20 +59,17 @@ class _Iterations:
     def __init__(self, given: Given, matrix: Tensor | None = None, weights: Sequence[Tensor] = ()):
         self.given, self.rule, self.recursion = given, given.rule, given.rule.recursion
         rule = given.rule
-        self.numbers = Numbers(
-            given.smoothness,
-            rule.recursion,
-            rule.iterations,
-            unit=rule.unit,
-            lam=rule.lam if given.lam is None else given.lam,
-        )
+        lam = rule.lam if given.lam is None else given.lam
+        self.numbers = Numbers(given.smoothness, rule.recursion.factor, rule.iterations, unit=rule.unit, lam=lam)
         self.made = make_products(given, self.numbers, matrix, weights)
         self.momenta = rule.recursion.momenta(rule.iterations)
+        self.draws_gradients = rule.draws_gradients
+        self.source = given.bias if given.c is None else given.c
 
     def terms(self, k: int, momentum: Step | None) -> Terms:
         """Returns the terms of iteration ``k``, given ``b_k``."""
         recursion, numbers = self.recursion, self.numbers
-        additive = numbers.steps[k] if self.rule.draws_gradients else numbers.factors[k]
+        additive = numbers.steps[k] if self.draws_gradients else numbers.factors[k]
         if recursion.reference is not None:
             start = k // recursion.reference * recursion.reference
             point: Parts = self._reference(start)
@@ -87,8 +82,10 @@ class _Iterations:
         point = [(k, 1.0)]
         if momentum is not None and k > 1:
             point = [(k, 1 + momentum), (k - 1, -momentum)]
-        added: Parts = [(k, inertia), (k - 1, -inertia)] if inertia else []
-        return Terms(point, added[: min(k, 2)], None, additive)
+        added: Parts = []
+        if inertia:
+            added = [(k, inertia), (k - 1, -inertia)] if k > 1 else [(k, inertia)]
+        return Terms(point, added, None, additive)
 
     def _reference(self, start: int) -> Parts:
         """Returns what the reference point of a loop is made of; nothing is zero."""
@@ -102,8 +99,7 @@ class _Iterations:
 
     def additive(self, share: Step | None) -> Tensor | None:
         """Returns ``f_k c``, or ``t_k b``."""
-        source = self.given.bias if self.given.c is None else self.given.c
-        return None if source is None or share is None else times(source, share)
+        return None if self.source is None or share is None else times(self.source, share)
 
     def buffers(self, like: Tensor, count: int) -> tuple[Tensor, Tensor | None, list[Any], list[Any]]:
         """Returns a buffer of outputs and one of inputs (None where there are none), and their slots by iteration."""
@@ -112,13 +108,6 @@ class _Iterations:
             return outputs, None, list(outputs.unbind()), [None] * self.rule.iterations
         inputs = like.new_empty((self.rule.iterations - start, len(like), self.given.weight.shape[1]))
         return outputs, inputs, list(outputs.unbind()), [*[None] * start, *inputs.unbind()]
-
-
-def combined(parts: Parts, values: dict[int, Tensor], total: Tensor | None = None) -> Tensor | None:
-    """Returns ``total + sum_j share_j x_j``."""
-    for place, share in parts:
-        total = times(values[place], share) if total is None else plus(total, values[place], share)
-    return total
 
 
 def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tuple[Tensor, Tensor, Kept]:
@@ -149,8 +138,8 @@ def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tu
         x = (prior.prox_ if fresh and not torch.is_grad_enabled() else prior.prox)(v, step)
         x = slots[k - 1].copy_(x) if stacked and x is not v else x
         if outputs is not None:
-            out = _chosen(outputs[k - 1], v, out, prior.zero_argument)
-            x = _chosen(outputs[k - 1], x, before, 0.0)
+            out = chosen(outputs[k - 1], v, out, prior.zero_argument)
+            x = chosen(outputs[k - 1], x, before, 0.0)
         values[k] = x
         if keep and not stacked and (k > 1 or given.c is None):
             # The identity returns what it was given, and v_1 is an output of its own.
@@ -178,7 +167,7 @@ def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tu
         if keep and not stacked and z is not None and len(kept.images) < rule.images:
             kept.images.append(z)
     if outputs is not None:
-        v = _chosen(outputs[again], v, out, prior.zero_argument)
+        v = chosen(outputs[again], v, out, prior.zero_argument)
     if stacked:
         kept = Kept([buffer], images=[] if whole is None else [whole], moved=[] if moved is None else [moved])
         kept.stacked = True
@@ -186,30 +175,11 @@ def _iterate(given: Given, keep: bool, stacked: bool = False, **made: Any) -> tu
     return v, first, kept
 
 
-def _chosen(drawn: Tensor, new: Tensor, old: Tensor | None, otherwise: float | None) -> Tensor:
-    """Returns the new value of outputs that were drawn, and the old one, or a number, of all others."""
-    if old is None and not otherwise:
-        return drawn * new
-    return drawn * new + (1 - drawn) * (old if old is not None else otherwise or 0.0)
-
-
-def _has_values(*tensors: Tensor | None) -> bool:
-    """Whether there are plain values to compute with: nothing is recorded, compiled or transformed."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return False
-    there = [one for one in tensors if one is not None]
-    # Of several gradients at once (is_grads_batched) none shows, but for this.
-    plain = (
-        type(one) in (Tensor, nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(one) for one in there
-    )
-    return is_eager(there[0].device) and all(plain)
-
-
 def _advanced(given: Given, keep: bool) -> tuple[Any, ...]:
     """Returns ``v_T``, ``v_1`` of a sampled gradient, and what else the backward pass needs."""
     layout = given.rule.layout
     with autocast_off(given.weight.device):
-        stacked = keep and given.rule.stacked and _has_values(*given[:6])
+        stacked = keep and given.rule.stacked and has_values(*given[:6])
         v, first, kept = _iterate(given.flattened(), keep, stacked)
         started = None if given.c is not None else layout.back(first if first is not v else v.clone())
         return (layout.back(v), started, *(kept.tensors() if keep else (kept.matrix,)))
@@ -271,7 +241,7 @@ def _backward(
 ) -> list[Tensor | None]:
     """Returns the gradients of ``c``, the input, the weight, the bias and the gate, those that are needed."""
     rule, layout, given = whole.rule, whole.rule.layout, whole.flattened()
-    values, kept = _has_values(*whole[:6], *grads), Kept.split(rest, rule)
+    values, kept = has_values(*whole[:6], *grads), Kept.split(rest, rule)
     if rule.low:
         kept = _iterate(given, True, rule.stacked and values, matrix=kept.matrix)[2]
     elif kept.stacked and not values:
@@ -317,12 +287,8 @@ class _Pulled:
 
     def run(self, grad: Tensor, grad_first: Tensor | None) -> None:
         """Takes the gradients of ``v_T`` and ``v_1`` back through all iterations."""
-        state, rule, outputs, inner = (
-            self.state,
-            self.state.rule,
-            self.state.given.outputs,
-            self.state.recursion.reference,
-        )
+        state, rule = self.state, self.state.rule
+        outputs, inner = state.given.outputs, rule.recursion.reference
         again, made = rule.iterations - 1, state.made
         slots: list[Any] = [None] * rule.iterations
         places = slots
@@ -331,7 +297,8 @@ class _Pulled:
             grad = slots[again].copy_(grad)
         held = anchored = None
         if outputs is not None:
-            held, grad = (1 - outputs[again]) * grad, outputs[again] * grad
+            drawn = outputs[again] * grad
+            held, grad = grad - drawn, drawn
         for k in range(again, 0, -1):
             if self.opened is not None:
                 grad = self._gated(k, grad, self.opened)
@@ -342,7 +309,8 @@ class _Pulled:
             if self.needs[2] and not self.stacked:
                 image = self.kept.images[k - 1] if k <= len(self.kept.images) else None
                 made.collect(k, grad, combined(terms.point, self.values), image, h)
-            self._add(k, grad, terms.additive, h)
+            if not self.stacked:
+                self._add(k, grad, terms.additive, h)
             for source, parts in ((dd, terms.point), (grad, terms.base)):
                 for place, share in parts:
                     self._pend(place, times(source, share))
@@ -354,8 +322,9 @@ class _Pulled:
             if outputs is not None and held is not None:
                 # What was not drawn is still the iterate before.
                 if k > 1:
-                    self._pend(k - 1, (1 - outputs[k - 1]) * dx)
-                grad, held = outputs[k - 1] * (grad + held), (1 - outputs[k - 1]) * held
+                    self._pend(k - 1, dx - outputs[k - 1] * dx)
+                drawn = outputs[k - 1] * held
+                grad, held = outputs[k - 1] * grad + drawn, held - drawn
         for part in (anchored, self.first, grad_first):
             if part is not None:
                 grad = grad.add_(part) if self.stacked else grad + part
@@ -364,7 +333,8 @@ class _Pulled:
             h = made.pull(0, grad, (None, places[0]))[1]
             if self.needs[2] and not self.stacked:
                 made.collect(0, grad, None, None, h)
-        self._add(0, grad, state.numbers.steps[0] if rule.draws_gradients else 1.0, h)
+        if not self.stacked:
+            self._add(0, grad, state.numbers.steps[0] if rule.draws_gradients else 1.0, h)
 
     def _gated(self, k: int, grad: Tensor, opened: Tensor) -> Tensor:
         """Returns ``a G`` and takes note of the shares of the gate and of ``v_1``."""
@@ -395,8 +365,6 @@ class _Pulled:
 
     def _add(self, k: int, grad: Tensor, share: Step | None, h: Tensor | None) -> None:
         """Adds the share of ``c``, or of the bias, and that of the input."""
-        if self.stacked:
-            return
         if share is not None and (self.needs[0] or self.needs[3]):
             part = times(grad, share)
             # In place from the second one on: the first is not ours to write to.

@@ -1,13 +1,15 @@
-"""How the dimensions of a solve are merged for its products."""
+"""How the dimensions of a solve are merged for its products, and products that take a number along."""
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from solver_plugins.operators import ConvMap, LinearMap, LinearOperator
+from solver_plugins.prox import Step
+from solver_plugins.solve.steps import is_one, times
 
 FEW_PLACES = 100
 """With fewer places per image, rows of all images are multiplied faster than one matrix per image."""
@@ -106,3 +108,64 @@ class Layout:
         samples = math.prod(self.shape[: -self.dims - 1])
         sums = products.reshape(samples, -1).sum(1)
         return sums.repeat_interleave(len(a) // samples).reshape(-1, *(1,) * (a.dim() - 1))
+
+
+SMALLEST_BLOCK = 192
+"""Below this many rows a product is not split into blocks: small products are slow."""
+
+
+def plus(one: Tensor, other: Tensor, factor: Step, out: Tensor | None = None) -> Tensor:
+    """Returns ``one + factor * other``."""
+    if isinstance(factor, Tensor):
+        return torch.addcmul(one, other, factor)
+    return torch.add(one, other, alpha=factor, out=out)
+
+
+def product(left: Tensor, right: Tensor, factor: Step, out: Tensor | None = None) -> Tensor:
+    """Returns ``factor * left right`` of matrices, without a pass over memory where the factor is a number."""
+    if isinstance(factor, Tensor) or is_one(factor):
+        return times(torch.mm(left, right, out=out), factor)
+    empty = left.new_empty((left.shape[0], right.shape[1])) if out is None else out
+    return torch.addmm(empty, left, right, beta=0, alpha=factor, out=out)
+
+
+def symmetric_product(matrix: Tensor) -> Tensor:
+    """Returns ``A A^T`` with few more than half of the multiply-adds: blocks above the diagonal are copied."""
+    rows = matrix.shape[-2]
+    if rows < 2 * SMALLEST_BLOCK:
+        return matrix @ matrix.mT
+    upper, lower = matrix[..., : rows // 2, :], matrix[..., rows // 2 :, :]
+    corner = upper @ lower.mT
+    above = torch.cat([symmetric_product(upper), corner], -1)
+    return torch.cat([above, torch.cat([corner.mT, symmetric_product(lower)], -1)], -2)
+
+
+def with_diagonal(matrix: Tensor, number: Any) -> Tensor:
+    """Returns a matrix with a number added to its diagonal."""
+    number = torch.as_tensor(number, dtype=matrix.dtype, device=matrix.device)
+    return matrix + torch.diag_embed(number.expand(matrix.shape[-1]))
+
+
+def matrix_of(operator: LinearOperator, weight: Tensor) -> Tensor:
+    """Returns ``A`` at one place, as one matrix per group where there are several."""
+    groups = operator.geometry.groups if isinstance(operator, ConvMap) else 1
+    matrix = weight.flatten(1)
+    return matrix if groups == 1 else matrix.unflatten(0, (groups, -1))
+
+
+Parts = list[tuple[int, Step]]
+"""Iterates, by their number, and their shares."""
+
+
+def combined(parts: Parts, values: dict[int, Tensor], total: Tensor | None = None) -> Tensor | None:
+    """Returns ``total + sum_j share_j x_j``."""
+    for place, share in parts:
+        total = times(values[place], share) if total is None else plus(total, values[place], share)
+    return total
+
+
+def chosen(drawn: Tensor, new: Tensor, old: Tensor | None, otherwise: float | None) -> Tensor:
+    """Returns the new value of outputs that were drawn, and the old one, or a number, of all others."""
+    if old is not None:
+        return torch.lerp(old, new, drawn)
+    return drawn * new + (1 - drawn) * otherwise if otherwise else drawn * new

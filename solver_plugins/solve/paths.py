@@ -25,7 +25,7 @@ from solver_plugins.operators import LinearMap, LinearOperator
 from solver_plugins.prox import IdentityPrior, Prior
 from solver_plugins.solve.base import SamplingSolver, Solver
 from solver_plugins.solve.layout import is_matrix
-from solver_plugins.solve.scale import GateKind
+from solver_plugins.solve.problem import GateKind
 
 Path = Literal["loop", "two_step", "gram", "masked", "columns", "collapsed"]
 """How iterates are computed; ``loop`` is the iteration as it is written, differentiated by autograd."""

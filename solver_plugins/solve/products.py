@@ -21,17 +21,9 @@ from torch import Tensor
 
 from solver_plugins.operators import LinearOperator
 from solver_plugins.prox import Step
-from solver_plugins.solve.arithmetic import (
-    Numbers,
-    is_one,
-    matrix_of,
-    plus,
-    product,
-    symmetric_product,
-    times,
-    with_diagonal,
-)
-from solver_plugins.solve.rule import Given
+from solver_plugins.solve.layout import matrix_of, plus, product, symmetric_product, with_diagonal
+from solver_plugins.solve.recursion import Given
+from solver_plugins.solve.steps import Numbers, is_one, times
 
 LARGE_BATCH = 192
 """From this many rows on a product gains nothing by more of them, and putting them together costs time and memory."""

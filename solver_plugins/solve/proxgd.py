@@ -21,9 +21,7 @@ class ProxGD(Solver):
     samples = "nothing"
     stays_at_step = True
 
-    @property
-    def recursion(self) -> Recursion:
-        return Recursion()
+    recursion = Recursion()
 
     def init(self, problem: BlockProblem) -> None:
         return None

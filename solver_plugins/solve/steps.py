@@ -1,4 +1,4 @@
-"""Step-size rules: the constant a step is derived from, and how it decays over the iterations.
+"""The scalars of a solve: what its step is derived from, how it decays, and what an iteration multiplies by.
 
 Every rule starts with the full step, so that one iteration stays the original block.
 
@@ -14,14 +14,17 @@ Hessian ``A diag(w) A^T`` with ``lambda_max <= min(max_i(w_i) L, sum of the tau 
 bound is a floor on the constant, so that no realisation can overshoot: ``|1 - lambda/L_eff| <= 1`` on every direction.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from solver_plugins.operators import expected_smoothness
+from solver_plugins.operators import expected_smoothness, is_eager
 from solver_plugins.prox import Step
 
+Factor = Callable[[int, Step], Step] | None
+"""``f_k`` as a function of ``k`` and of the constant that sets the step; None is one."""
 StepRule = Literal["constant", "exp", "bottou", "expected_smoothness"]
 
 SMALLEST_CONSTANT = 1e-12
@@ -72,3 +75,47 @@ def step_factor(rule: StepRule, iteration: int, *, decay: float, share: Step) ->
         return decay**iteration
     # t0 lam is lam/L in both formulations.
     return 1 / (1 + iteration * share)
+
+
+class Numbers:
+    """The scalars of a solve: Python numbers where looking at them costs nothing, else 0-d tensors.
+
+    Attributes:
+        at_hand: Whether they are numbers.
+        scale: ``s``.
+        factors: ``f_k``.
+        steps: ``t_k``.
+        kept: ``1 - t_k s lam``.
+    """
+
+    def __init__(self, smoothness: Tensor, factor: Factor, iterations: int, *, unit: bool, lam: Step):
+        self.at_hand = is_eager(smoothness.device) and type(smoothness) is Tensor
+        constant: Step = float(smoothness) if self.at_hand else smoothness
+        self.scale: Step = 1 / constant if unit else 1.0
+        lam = float(lam) if self.at_hand else lam
+        base: Step = 1.0 if unit else 1 / constant
+        self.factors: list[Step] = [1.0 if factor is None else factor(k, constant) for k in range(iterations)]
+        self.steps: list[Step] = [times(base, one) for one in self.factors]
+        self.kept: list[Step] = [1 - step * (self.scale * lam) for step in self.steps]
+
+
+def is_one(factor: Any) -> bool:
+    """Whether a factor is the number one."""
+    return isinstance(factor, float) and factor == 1.0
+
+
+def times(one: Any, factor: Any) -> Any:
+    """Returns ``factor * one``, without a pass over memory where the factor is the number one."""
+    return one if factor.__class__ is float and factor == 1.0 else one * factor
+
+
+def has_values(*tensors: Tensor | None) -> bool:
+    """Whether there are plain values to compute with: nothing is recorded, compiled or transformed."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    there = [one for one in tensors if one is not None]
+    # Of several gradients at once (is_grads_batched) none shows, but for this.
+    plain = (
+        type(one) in (Tensor, nn.Parameter) and not torch._C._functorch.is_legacy_batchedtensor(one) for one in there
+    )
+    return is_eager(there[0].device) and all(plain)

@@ -10,8 +10,9 @@ from solver_plugins.prox import prox_for
 from solver_plugins.solve import Recursion, Samples, kernel
 from solver_plugins.solve.fista import Nesterov
 from solver_plugins.solve.layout import Layout
-from solver_plugins.solve.rule import Rule
+from solver_plugins.solve.recursion import Rule
 from solver_plugins.solve.run import LARGE_BATCH, LARGEST, may_stack
+from solver_plugins.solve.steps import has_values
 from tests.solve.test_kernels import F64, PRIORS, assert_same, value_and_gradients
 
 STACKED = ("identity", "relu", "relu6", "hardtanh", "leaky")
@@ -87,5 +88,5 @@ def test_buffers_only_where_they_fit():
     assert not may(replace(sampled, samples=Samples(chooser=torch.ones_like)), 2, 2)
     tensors = torch.ones(2, 2), torch.ones(2, 2), torch.ones(())
     with torch.no_grad():
-        assert kernel._has_values(*tensors) and not kernel._has_values(tensors[0].to("meta"), *tensors[1:])
-    assert not kernel._has_values(*tensors)
+        assert has_values(*tensors) and not has_values(tensors[0].to("meta"), *tensors[1:])
+    assert not has_values(*tensors)
