@@ -4,8 +4,7 @@ A study is one file: a config, cells, what they measure, a table, a figure, and 
 """
 
 from solver_plugins.registry import import_all
-from solver_plugins.studies.cells import CellError
-from solver_plugins.studies.runner import StudyOutcome, run_study
+from solver_plugins.studies.runner import CellError, StudyOutcome, run_study
 from solver_plugins.studies.scales import SCALES, read_study_config
 from solver_plugins.studies.study import (
     STUDIES,

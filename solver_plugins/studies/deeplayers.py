@@ -19,9 +19,9 @@ from solver_plugins.errors import OptionError, SolverPluginsWarning, did_you_mea
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solve.problem import Formulation
-from solver_plugins.studies.cells import CellError
 from solver_plugins.studies.comparison import FIRST, Row, differences, gains
 from solver_plugins.studies.controls import NONE, SIMPLE, TUNED, Sites, put_control, set_rates
+from solver_plugins.studies.runner import CellError
 from solver_plugins.studies.searched import SearchedConfig, SearchedStudy
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value
 from solver_plugins.studies.training import Fitting

@@ -11,11 +11,11 @@ from torch.nn import functional
 from solver_plugins.blocks import blocks_of, calibrate
 from solver_plugins.config import StrictConfig
 from solver_plugins.solve.problem import Formulation
-from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
 from solver_plugins.studies.comparison import FIRST, Row, better, differences, pairs, search_tables
 from solver_plugins.studies.controls import Sites
 from solver_plugins.studies.deeplayers import REFERENCE, DeepLayersTable, TableConfig, samples
 from solver_plugins.studies.figures import COLOURS, label, nan_for_none, new_figure
+from solver_plugins.studies.images import build_backbone, is_pretrained, prepared
 from solver_plugins.studies.searched import FINAL
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value, finite, mean, register_study, spread
 from solver_plugins.studies.training import features_of

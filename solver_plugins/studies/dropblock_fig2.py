@@ -15,10 +15,9 @@ from torch.nn import functional
 
 from solver_plugins.dropblock import GridBlocks, drop_block_1d, global_minimum, theta_bar_of
 from solver_plugins.dropblock.retain import check_divides
-from solver_plugins.studies.backbones import build_backbone, prepared
 from solver_plugins.studies.dropblock_shallow import REFERENCE
 from solver_plugins.studies.figures import COLOURS, STYLES, label, legend, nan_for_none, new_figure, whole_numbers
-from solver_plugins.studies.images import ImageConfig, ImageStudy
+from solver_plugins.studies.images import ImageConfig, ImageStudy, build_backbone, prepared
 from solver_plugins.studies.study import Cell, Context, Results, Table, finite, register_study, shown
 from solver_plugins.studies.training import fit
 from solver_plugins.train.config import ModelSection, OptimizerSection, ScheduleSection
@@ -185,9 +184,6 @@ class DropBlockFig2(ImageStudy[DeepConfig]):
                 "the predictions from the closed form's.",
             )
         ]
-
-    def summary(self, results: Results) -> dict[str, Any]:
-        return {f"largest_{key}": max(results.known(key), default=None) for key in ("gap", "singular_value_error")}
 
     def draw(self, results: Results) -> Any:
         figure, axes = new_figure(1, 2, width=4.8, height=3.4)

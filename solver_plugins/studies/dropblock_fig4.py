@@ -106,10 +106,6 @@ class DropBlockFig4(shallow.ShallowStudy[OverlapConfig]):
             "contiguous units instead of dropping them; the one that matches DropBlock is theta^(1/r).",
         )
 
-    def summary(self, results: Results) -> dict[str, Any]:
-        key = "over_grid_minimum"
-        return {f"{arm}_{key}": results.of(arm=arm).mean(key) for arm in self.config.arms}
-
     def draw(self, results: Results) -> Any:
         figure, axes = new_figure(1, 1, width=8.0, height=4.0)
         panel = axes[0][0]

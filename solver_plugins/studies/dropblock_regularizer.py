@@ -5,10 +5,9 @@ from typing import Any
 import torch
 from pydantic import Field
 
-from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
 from solver_plugins.studies.dropblock_rank import effective_rank
 from solver_plugins.studies.dropblock_shallow import REFERENCE
-from solver_plugins.studies.side_by_side import Column, SideBySide, SideBySideConfig
+from solver_plugins.studies.images import Column, SideBySide, SideBySideConfig, build_backbone, is_pretrained, prepared
 from solver_plugins.studies.study import Cell, Context, register_study
 from solver_plugins.studies.training import Fitting, collected, fit
 from solver_plugins.train.additions import Additions

@@ -1,7 +1,7 @@
 """Figures of studies: one style, and colours that work without colour vision."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +38,31 @@ def new_figure(rows: int, columns: int, *, width: float = 4.2, height: float = 3
 def line(index: int, **more: Any) -> dict[str, Any]:
     """Returns the colour and style of a numbered line, together with other arguments of ``plot``."""
     return {"color": COLOURS[index % len(COLOURS)], "linestyle": STYLES[index % len(STYLES)], **more}
+
+
+def draw_by(
+    axes: Any, places: Sequence[float], found: Mapping[str, Sequence[Sequence[float | None]]], x: str, y: str, *,
+    log: str = "",
+) -> None:  # fmt: skip
+    """Draws values by a setting: a line through the means over seeds for each name, and a dot for each seed.
+
+    Args:
+        axes: Where.
+        places: The values of the setting, which the horizontal axis names, on a logarithmic scale.
+        found: For each name the values of all seeds at each place; None and nothing leave gaps.
+        x: Label of the horizontal axis.
+        y: Label of the vertical axis.
+        log: "y" for a logarithmic vertical axis.
+    """
+    for index, (name, values) in enumerate(found.items()):
+        known = [[one for one in at if one is not None] for at in values]
+        means = [sum(at) / len(at) if at else math.nan for at in known]
+        style = line(index, marker="o", markersize=7 - min(index, 4), fillstyle="none", label=name)
+        axes.plot(places, means, **style)
+        dots = [(place, one) for place, at in zip(places, known, strict=True) if len(at) > 1 for one in at]
+        axes.plot([place for place, _ in dots], [one for _, one in dots], ".", color=style["color"], alpha=0.4)
+    name_each(axes, places)
+    label(axes, x, y, log=log)
 
 
 def label(axes: Any, x: str | None = None, y: str | None = None, title: str | None = None, *, log: str = "") -> None:

@@ -1,17 +1,21 @@
-"""Image data sets as tensors, and what the studies on them share."""
+"""Image data sets as tensors, models of timm for them, and what the studies on them share."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.studies.study import Context, Study, StudyConfig
-from solver_plugins.train.config import DataSection
+from solver_plugins.integrations.models import ModelError
+from solver_plugins.studies.figures import COLOURS, label, nan_for_none, new_figure
+from solver_plugins.studies.study import Cell, Context, Results, Study, StudyConfig, Table
+from solver_plugins.train.config import DataSection, ModelSection
 from solver_plugins.train.data import Splits, load_splits
 from solver_plugins.train.errors import DataError
+from solver_plugins.train.models import build_timm
 from solver_plugins.train.tensors import Part
 
 
@@ -108,3 +112,130 @@ class ImageStudy(Study[C]):
         """Returns the training and validation split, normalised by the training split."""
         known, other = self._images.train, self._images.validation
         return normalised(known, known, context.device), normalised(other, known, context.device)
+
+
+_FROM_DATA = ("num_classes", "in_chans")
+
+
+def build_backbone(section: ModelSection, images: Images, classes: int | None = None) -> nn.Module:
+    """Builds a model for the channels and classes of the images, with published or own weights if asked.
+
+    Args:
+        section: Which model; the same as in a finetune recipe.
+        images: The images.
+        classes: The number of classes; those of the images by default, 0 for no classifier.
+
+    Raises:
+        ModelError: If it is not a timm model in float32, cannot be built, or has arguments that the data decides.
+        WeightError, InputError: If its weights cannot be read or do not fit.
+    """
+    if not section.spec.startswith("timm/"):
+        raise ModelError(f"Expected a model of timm, 'timm/NAME'; found {section.spec!r}. Studies take no others.")
+    if section.dtype != "float32":
+        raise ModelError(f"Studies train networks in float32; found the dtype {section.dtype!r}. Leave it out.")
+    taken = [key for key in _FROM_DATA if key in section.args]
+    if taken:
+        raise ModelError(f"The argument {taken[0]!r} of the model is taken from the data. Leave it out.")
+    args = {**section.args, "in_chans": images.shape[0]}
+    return build_timm(section, args, images.classes if classes is None else classes)
+
+
+def is_pretrained(section: ModelSection) -> bool:
+    """Whether a model starts from weights that were trained elsewhere."""
+    return section.pretrained or section.weights is not None
+
+
+def prepared(
+    section: ModelSection, model: nn.Module, part: Part, known: Part, device: torch.device, size: int | None = None
+) -> Part:
+    """Returns a split normalised as the model expects it, resized if a size is given.
+
+    A pretrained model brings the mean and spread of its own training images; any other takes those of the known split.
+    """
+    if not is_pretrained(section):
+        return normalised(part, known, device, size)
+    mean, std = (_for_channels(values, part.images.shape[1]) for values in _statistics(model))
+    return scaled(part, mean, std, device, size)
+
+
+def _statistics(model: nn.Module) -> tuple[Any, Any]:
+    from timm.data.config import resolve_model_data_config
+
+    settings = resolve_model_data_config(model)
+    return settings["mean"], settings["std"]
+
+
+def _for_channels(values: Any, channels: int) -> torch.Tensor:
+    found = torch.tensor(values, dtype=torch.float32)
+    # For grey images timm sums the first layer's weights over the colours; the mean stands for all three.
+    found = found if len(found) == channels else found.mean().expand(channels)
+    return found[:, None, None]
+
+
+class SideBySideConfig(ImageConfig):
+    """Settings of such a study."""
+
+    image_size: int | None = Field(None, ge=1, description="Images are resized to this side; null for as they are.")
+
+
+class Column(NamedTuple):
+    """A column of the table: a value of the cells, averaged over seeds if it has a format."""
+
+    key: str
+    heading: str
+    form: str = ""
+    drawn: bool = True
+
+    def cell(self, found: Results) -> str:
+        """Returns the value of an arm as text."""
+        return found.spread(self.key, self.form) if self.form else str(found[0].values[self.key])
+
+
+C = TypeVar("C", bound=SideBySideConfig)
+
+
+class SideBySide(ImageStudy[C]):
+    """A study that compares arms on one network.
+
+    Attributes:
+        arms: What is compared.
+        heading: The heading of the arms' column.
+        columns: The values to show.
+        note: What else readers of the table should know.
+    """
+
+    arms: ClassVar[tuple[str, ...]]
+    heading: ClassVar[str]
+    columns: ClassVar[tuple[Column, ...]]
+    note: ClassVar[str] = ""
+
+    @abstractmethod
+    def title(self) -> str:
+        """Returns what the report says about network, data and training."""
+
+    def cells(self) -> list[Cell]:
+        return Cell.grid(seed=self.config.seeds, arm=self.arms)
+
+    def tables(self, results: Results) -> list[Table]:
+        data = self.config.data
+        rows = [(arm, *(column.cell(results.of(arm=arm)) for column in self.columns)) for arm in self.arms]
+        note = (
+            f"Mean ± standard deviation over seeds {self.config.seeds} (of random first weights and of the order), on "
+            f"{len(self._images.validation)} images of {data.validation!r}, after the last epoch.{self.note}"
+        )
+        return [Table(self.title(), (self.heading, *(column.heading for column in self.columns)), rows, note)]
+
+    def draw(self, results: Results) -> Any:
+        drawn = [column for column in self.columns if column.drawn]
+        figure, axes = new_figure(1, len(drawn), width=3.2)
+        for panel, column in zip(axes[0], drawn, strict=True):
+            for place, arm in enumerate(self.arms):
+                found = results.of(arm=arm)
+                values = nan_for_none(found.each(column.key))
+                panel.plot([place] * len(values), values, "o", color=COLOURS[place], alpha=0.6)
+                middle = nan_for_none([found.mean(column.key)] * 2)
+                panel.plot([place - 0.2, place + 0.2], middle, color=COLOURS[place], linewidth=2)
+            panel.set_xticks(range(len(self.arms)), self.arms)
+            panel.set_xlim(-0.5, len(self.arms) - 0.5)
+            label(panel, y=column.heading)
+        return figure

@@ -1,20 +1,77 @@
-"""Accuracy and iterations of a deep equilibrium, by the step alpha of its layers."""
+"""Accuracy and iterations of a deep equilibrium, by the step of its layers; and the network of the OptEq studies."""
 
 import warnings
-from typing import Any
+from typing import Any, Literal, TypeVar
 
+import pydantic
 import torch
 from pydantic import Field
 
+from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import EQUILIBRIUM_SOLVERS
 from solver_plugins.errors import NotConvergedWarning
 from solver_plugins.integrations.architectures import OptEqNet
-from solver_plugins.studies.figures import COLOURS, STYLES, label, legend, name_each, nan_for_none, new_figure
-from solver_plugins.studies.opteq_network import ALPHAS, REFERENCE, OptEqConfig, OptEqStudy
+from solver_plugins.studies.figures import draw_by, legend, new_figure
+from solver_plugins.studies.images import ImageConfig, Images, ImageStudy
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study, shown, spread
-from solver_plugins.studies.training import fit, parameters_of, scores
+from solver_plugins.studies.training import Fitting, fit, parameters_of, scores
 from solver_plugins.train.loop import Hooks, Loop
 from solver_plugins.train.tensors import Part
+
+REFERENCE = "of *Optimization Induced Equilibrium Networks* (Xie et al., 2021)"
+ALPHAS = (0.01, 0.1, 0.4, 0.8, 1.0)
+"""Those of the paper's tables."""
+
+
+class OptEqNetwork(StrictConfig):
+    """Widths of the network. Section 5.1 gives ``hidden`` and 199k parameters; with the other widths it has 198k."""
+
+    hidden: list[int] = Field([16, 32, 64, 128, 128], min_length=1, description="Hidden channels of the layers.")
+    state: int = Field(48, ge=1, description="Channels of the equilibrium.")
+    extracted: int = Field(96, ge=1, description="Channels of the convolution in front.")
+    stride: int = Field(1, ge=1, description="Of the convolution in front.")
+    constraint: Literal["aol", "none"] = Field("aol", description="How |W| stays bounded: 'none' is the paper's.")
+    norm: float = Field(0.9, gt=0, le=1, description="Bound on |W|.")
+    iters: int = Field(20, ge=1, description="K, the evaluations of the map.")
+
+    def make(self, images: Images, **options: Any) -> OptEqNet:
+        """Returns the network for a data set; options are those of OptEqNet."""
+        own = {**self.model_dump(), "hidden": tuple(self.hidden), **options}
+        return OptEqNet(images.classes, images.shape[0], **own)
+
+
+class OptEqConfig(ImageConfig):
+    """Settings of a study that trains the network."""
+
+    network: OptEqNetwork = OptEqNetwork()
+    fitting: Fitting = Fitting()
+    alphas: list[float] = Field(list(ALPHAS), min_length=1, description="Steps of the layers, in (0, 1].")
+
+    @pydantic.field_validator("alphas")
+    @classmethod
+    def _steps(cls, alphas: list[float]) -> list[float]:
+        if min(alphas) <= 0 or max(alphas) > 1:
+            raise ValueError("expected alphas above 0 and at most 1")
+        return alphas
+
+
+C = TypeVar("C", bound=OptEqConfig)
+
+
+class OptEqStudy(ImageStudy[C]):
+    """A study that trains the network on images."""
+
+    tags = ("opteq", "images")
+
+    def _setting(self, results: Results) -> str:
+        """Returns what the report says about data, network and training."""
+        config = self.config
+        return (
+            f"{len(self._images.train)} images of {config.data.name!r}, hidden channels "
+            f"{'-'.join(map(str, config.network.hidden))}, {results[0].values['parameters']} parameters, "
+            f"K = {config.network.iters}, {config.fitting.epochs} epochs"
+        )
+
 
 UNROLLED, IMPLICIT = "unrolled", "implicit"
 ARMS = (UNROLLED, IMPLICIT)
@@ -119,37 +176,19 @@ class OptEqAlpha(OptEqStudy[AlphaConfig]):
             )
         ]
 
-    def summary(self, results: Results) -> dict[str, Any]:
-        return {
-            f"{arm}_alpha={alpha:g}_{key}": results.of(arm=arm, alpha=alpha).mean(key)
-            for arm in ARMS
-            for alpha in self.config.alphas
-            for key in ("accuracy", *(f"iterations_{name}" for name in SOLVERS))
-        }
-
     def draw(self, results: Results) -> Any:
         figure, axes = new_figure(1, 2, height=3.4)
         accuracy, iterations = axes[0]
         alphas = sorted(self.config.alphas)
-        for index, arm in enumerate(ARMS):
-            found = [results.of(arm=arm, alpha=alpha) for alpha in alphas]
-            # The arms may coincide, so the first has larger markers.
-            style = {"color": COLOURS[index], "marker": "so"[index], "markersize": (8, 4)[index], "fillstyle": "none"}
-            for place, one in zip(alphas, found, strict=True):
-                values = nan_for_none(one.each("accuracy"))
-                accuracy.plot([place] * len(values), values, ".", color=COLOURS[index], alpha=0.4)
-            means = nan_for_none([one.mean("accuracy") for one in found])
-            accuracy.plot(alphas, means, label=f"trained {arm}", linestyle=STYLES[index], **style)
-            for dashes, name in zip(STYLES, SOLVERS, strict=False):
-                values = nan_for_none([one.mean(f"iterations_{name}") for one in found])
-                iterations.plot(alphas, values, label=f"{name}, trained {arm}", linestyle=dashes, **style)
-        both = sorted(set(alphas) & set(PAPER))
-        if both:
-            accuracy.plot(both, [PAPER[alpha] for alpha in both], color="#888888", linestyle=":", marker="s",
-                          markersize=4, label="paper (CIFAR-10, unrolled)")  # fmt: skip
-        label(accuracy, r"$\alpha$", "accuracy (%)")
-        label(iterations, r"$\alpha$", f"iterations to {self.config.tol:g}", log="y")
+
+        def each(arm: str, key: str) -> list[list[float | None]]:
+            return [results.of(arm=arm, alpha=alpha).each(key) for alpha in alphas]
+
+        printed = {"paper (CIFAR-10, unrolled)": [[PAPER.get(alpha)] for alpha in alphas]}
+        found = {f"trained {arm}": each(arm, "accuracy") for arm in ARMS}
+        draw_by(accuracy, alphas, found | printed, r"$\alpha$", "accuracy (%)")
+        found = {f"{name}, trained {arm}": each(arm, f"iterations_{name}") for arm in ARMS for name in SOLVERS}
+        draw_by(iterations, alphas, found, r"$\alpha$", f"iterations to {self.config.tol:g}", log="y")
         for panel in axes[0]:
-            name_each(panel, alphas)
             legend(panel)
         return figure

@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves
 from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import EQUILIBRIUM_SOLVERS, DeepOptEq, OptEqLayer
 from solver_plugins.errors import NotConvergedWarning
-from solver_plugins.studies.figures import label, legend, line, name_each, new_figure
-from solver_plugins.studies.opteq_network import REFERENCE
+from solver_plugins.studies.figures import draw_by, label, legend, new_figure
+from solver_plugins.studies.opteq_alpha import REFERENCE
 from solver_plugins.studies.study import Cell, Context, Results, Study, StudyConfig, Table, mean, register_study
 
 MODES = {
@@ -174,11 +174,8 @@ class OptEqGrad(Study[GradConfig]):
         wanted = (("error", "relative error of the gradient"), ("seconds", "CPU seconds"), ("megabytes", "peak MB"))
         for one, panels in zip(config.maps, axes, strict=True):
             for panel, (key, text) in zip(panels, wanted, strict=True):
-                for index, mode in enumerate(MODES):
-                    style = line(index, label=mode, marker="o", markersize=4)
-                    panel.plot(config.iterations, self._mean(results, one.name, mode, key), **style)
-                name_each(panel, config.iterations)
-                label(panel, "iterations K", text, log="y")
+                found = {mode: [[value] for value in self._mean(results, one.name, mode, key)] for mode in MODES}
+                draw_by(panel, config.iterations, found, "iterations K", text, log="y")
             label(panels[1], title=one.name)
         legend(axes[0][2], outside=True)
         return figure

@@ -10,9 +10,8 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import HeadConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.heads import attach_opteq_head
-from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
-from solver_plugins.studies.opteq_network import REFERENCE
-from solver_plugins.studies.side_by_side import Column, SideBySide, SideBySideConfig
+from solver_plugins.studies.images import Column, SideBySide, SideBySideConfig, build_backbone, is_pretrained, prepared
+from solver_plugins.studies.opteq_alpha import REFERENCE
 from solver_plugins.studies.study import Cell, Context, register_study
 from solver_plugins.studies.training import Fitting, features_of, fit, parameters_of, scores
 from solver_plugins.train.config import ModelSection

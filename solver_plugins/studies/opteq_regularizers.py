@@ -7,8 +7,8 @@ from pydantic import Field
 
 from solver_plugins.equilibrium import FEATURE_REGULARIZERS
 from solver_plugins.integrations.architectures import OptEqNet
-from solver_plugins.studies.figures import label, legend, line, name_each, nan_for_none, new_figure
-from solver_plugins.studies.opteq_network import ALPHAS, REFERENCE, OptEqConfig, OptEqStudy
+from solver_plugins.studies.figures import draw_by, label, legend, new_figure
+from solver_plugins.studies.opteq_alpha import ALPHAS, REFERENCE, OptEqConfig, OptEqStudy
 from solver_plugins.studies.study import Cell, Context, Results, Table, register_study, shown
 from solver_plugins.studies.training import collected, fit, parameters_of, scores
 
@@ -159,40 +159,26 @@ class OptEqRegularizers(OptEqStudy[RegularizersConfig]):
             )
         return tables
 
-    def summary(self, results: Results) -> dict[str, Any]:
-        first = {
-            f"{arm}_alpha={alpha:g}_accuracy": results.of(arm=arm, alpha=alpha).mean("accuracy")
-            for arm in self._arms()
-            for alpha in self.config.alphas
-        }
-        second = {
-            f"{name}_lam={lam:g}_{key}": results.of(arm=f"{WEIGHED} {name}", lam=lam).mean(key)
-            for name, lam in self._weighed()
-            for key in ("accuracy", "mean_absolute", "mean_square")
-        }
-        return {**first, **second}
-
     def draw(self, results: Results) -> Any:
         config = self.config
         figure, axes = new_figure(1, 3, width=4.6, height=3.6)
         ours, printed, sizes = axes[0]
         alphas = sorted(config.alphas)
-        for index, arm in enumerate(self._arms()):
-            style = line(index, marker="o", markersize=4, label=arm)
-            found = [results.of(arm=arm, alpha=alpha).mean("accuracy") for alpha in alphas]
-            ours.plot(alphas, nan_for_none(found), **style)
-            if arm in PAPER:
-                printed.plot(list(PAPER[arm]), list(PAPER[arm].values()), **style)
-        for panel, title, ticks in ((ours, "this run", alphas), (printed, "paper, CIFAR-10", ALPHAS)):
-            name_each(panel, ticks)
-            label(panel, r"$\alpha$", "accuracy (%)", title)
+        found = {arm: [results.of(arm=arm, alpha=alpha).each("accuracy") for alpha in alphas] for arm in self._arms()}
+        draw_by(ours, alphas, found, r"$\alpha$", "accuracy (%)")
+        paper = {arm: [[PAPER.get(arm, {}).get(alpha)] for alpha in ALPHAS] for arm in self._arms()}
+        draw_by(printed, ALPHAS, paper, r"$\alpha$", "accuracy (%)")
+        lams = sorted({lam for _, lam in self._weighed()})
+        found = {
+            name: [results.of(arm=f"{WEIGHED} {name}", lam=lam).each("mean_absolute") for lam in lams]
+            for name in config.weights
+        }
+        if lams:
+            draw_by(sizes, lams, found, r"weight $\lambda$", "mean |z|", log="y")
+        for panel, title in ((ours, "this run"), (printed, "paper, CIFAR-10")):
+            label(panel, title=title)
+        label(sizes, title=rf"appended, $\alpha$ = {config.alpha_of_weights:g}")
         legend(printed)
-        for index, (name, weights) in enumerate(config.weights.items()):
-            there = sorted(weights)
-            found = [results.of(arm=f"{WEIGHED} {name}", lam=lam).mean("mean_absolute") for lam in there]
-            sizes.plot(there, nan_for_none(found), **line(index, label=name, marker="o", markersize=4))
-        label(sizes, r"weight $\lambda$", "mean |z|", rf"appended, $\alpha$ = {config.alpha_of_weights:g}")
-        if config.weights:
-            label(sizes, log="xy")
+        if lams:
             legend(sizes)
         return figure

@@ -9,7 +9,7 @@ from torch import nn
 from solver_plugins.config import StrictConfig
 from solver_plugins.proxprop.proxprop import read_mode
 from solver_plugins.studies.comparison import differences
-from solver_plugins.studies.proxprop_networks import REFERENCE, conv_net
+from solver_plugins.studies.proxprop_convergence import REFERENCE, conv_net
 from solver_plugins.studies.searched import SearchedConfig, SearchedStudy
 from solver_plugins.studies.study import Results, Table, Value, register_study
 from solver_plugins.studies.training import Fitting

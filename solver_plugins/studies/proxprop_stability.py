@@ -5,10 +5,10 @@ from typing import Any, Self
 import pydantic
 from pydantic import Field
 
-from solver_plugins.studies import proxprop_networks as networks
+from solver_plugins.studies import proxprop_convergence as networks
 from solver_plugins.studies.figures import label, legend, line, nan_for_none, new_figure
 from solver_plugins.studies.images import ImageConfig, ImageStudy
-from solver_plugins.studies.proxprop_networks import BACKPROP, REFERENCE, Training, label_of, train_network
+from solver_plugins.studies.proxprop_convergence import BACKPROP, REFERENCE, Training, label_of, train_network
 from solver_plugins.studies.study import Cell, Context, Results, Table, mean, register_study, shown
 
 _RATES = (50, 10, 5, 1, 0.5, 0.1, 0.05, 5e-3, 5e-4)

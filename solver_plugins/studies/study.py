@@ -62,9 +62,13 @@ class Cell:
     @property
     def name(self) -> str:
         """A name for files and progress bars, such as ``cg3_lr=0.5_seed=0``."""
-        parts = [self.arm, *(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in
-                             self.setting), f"seed={self.seed}"]  # fmt: skip
-        return re.sub(r"[^\w.=+-]", "-", "_".join(parts))
+        return f"{self.place}_seed={self.seed}"
+
+    @property
+    def place(self) -> str:
+        """The name without the seed."""
+        setting = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in self.setting)
+        return re.sub(r"[^\w.=+-]", "-", "_".join([self.arm, *setting]))
 
     def __getitem__(self, key: str) -> Value:
         return dict(self.setting)[key]
@@ -257,8 +261,13 @@ class Study(ABC, Generic[C]):
         """Draws the figure in the paper's layout."""
 
     def summary(self, results: Results) -> dict[str, Any]:
-        """Returns the most important numbers."""
-        return {}
+        """Returns the most important numbers: by default the means over seeds of all."""
+        found: dict[str, list[Any]] = {}
+        for one in results:
+            for key, value in one.values.items():
+                if isinstance(value, (int, float)) and not isinstance(value, bool):
+                    found.setdefault(f"{one.cell.place}_{key}", []).append(value)
+        return {key: mean(values) for key, values in found.items()}
 
 
 def _check_study(name: str, study: Any) -> None:

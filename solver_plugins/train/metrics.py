@@ -50,7 +50,8 @@ def measure(
     hits = numpy.bincount(labels[right], minlength=classes)
     met = there + told > 0
     f1 = 2 * hits[met] / (there + told)[met]
-    bins = numpy.minimum((confidence * BINS).astype(numpy.int64), BINS - 1)
+    # A network that has diverged answers with NaN, which has no bin; its error is NaN, too.
+    bins = numpy.minimum((numpy.nan_to_num(confidence) * BINS).astype(numpy.int64), BINS - 1)
     gaps = numpy.bincount(bins, weights=confidence - right, minlength=BINS)
     return Measures(
         accuracy=100 * float(right.mean()),

@@ -7,8 +7,7 @@ import torch
 from solver_plugins.errors import InputError, WeightError
 from solver_plugins.integrations.models import ModelError
 from solver_plugins.studies import read_study_config, run_study
-from solver_plugins.studies.backbones import build_backbone, is_pretrained, prepared
-from solver_plugins.studies.images import Images
+from solver_plugins.studies.images import Images, build_backbone, is_pretrained, prepared
 from solver_plugins.train.config import ModelSection
 from solver_plugins.train.tensors import Part
 from tests.train.downloads import cifar10, efficientnet_lite0

@@ -11,10 +11,9 @@ from solver_plugins import calibrate, convert_model
 from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.studies import Cell, Context, Results, read_study_config, run_study
-from solver_plugins.studies.backbones import prepared
 from solver_plugins.studies.deeplayers import _sampling_off
 from solver_plugins.studies.deeplayers_pretrained import DeepLayersPretrained
-from solver_plugins.studies.images import Images
+from solver_plugins.studies.images import Images, prepared
 from solver_plugins.studies.searched import FINAL, SEARCH
 from solver_plugins.studies.study import Measured
 from solver_plugins.train.randomness import seeded

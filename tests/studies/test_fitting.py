@@ -1,13 +1,14 @@
 """Training: images that are changed at random, and steps that go too far."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from solver_plugins.studies.training import Fitting, fit
+from solver_plugins.studies.training import Fitting, fit, scores
 from solver_plugins.train.tensors import Part, changed
 
 
@@ -37,3 +38,11 @@ def test_a_last_step_that_goes_too_far_is_no_training():
     for lr, diverges in ((1e37, True), (1e-3, False)):
         settings = Fitting(lr=lr, batch_size=4, epochs=1)
         assert fit(nn.Linear(3, 2), settings.batches(part, 0), settings.settings()).diverged == diverges
+
+
+def test_a_network_that_answers_nothing_is_evaluated():
+    part = Part(torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, float("nan"))
+    found = scores(model, part)
+    assert math.isnan(found.loss) and found.accuracy <= 50

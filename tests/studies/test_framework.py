@@ -19,7 +19,7 @@ from solver_plugins.studies import (
     read_study_config,
     run_study,
 )
-from solver_plugins.studies.cells import RunFolder
+from solver_plugins.studies.runner import RunFolder
 from solver_plugins.studies.study import Measured, _check_study
 from solver_plugins.train import OutputError
 from tests.studies.toy import Toy, ToyConfig, write_settings

@@ -13,10 +13,9 @@ from solver_plugins.errors import OptionError, UnknownNameError
 from solver_plugins.integrations.models import ModelError
 from solver_plugins.studies import Cell, Context, read_study_config
 from solver_plugins.studies.images import ImageData, Images, normalised
-from solver_plugins.studies.opteq_alpha import OptEqAlpha
+from solver_plugins.studies.opteq_alpha import OptEqAlpha, OptEqNetwork
 from solver_plugins.studies.opteq_grad import MODES, OptEqGrad, _gradient, _peak_bytes, _with
 from solver_plugins.studies.opteq_head import LINEAR, MLP, OPTEQ, OptEqHeadStudy
-from solver_plugins.studies.opteq_network import OptEqNetwork
 from solver_plugins.studies.opteq_regularizers import PAPER, OptEqRegularizers
 from solver_plugins.studies.study import mean, spread
 from solver_plugins.studies.training import Fitting, fit, parameters_of

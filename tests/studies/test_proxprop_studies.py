@@ -9,7 +9,7 @@ from torch.nn import functional
 from solver_plugins.errors import OptionError
 from solver_plugins.studies import Cell, Context, Results, read_study_config, run_study
 from solver_plugins.studies.images import ImageData, Images
-from solver_plugins.studies.proxprop_networks import Training, conv_net, mlp, train_network
+from solver_plugins.studies.proxprop_convergence import Training, conv_net, mlp, train_network
 from solver_plugins.studies.proxprop_stability import PAPER, ProxPropStability
 from solver_plugins.studies.study import Measured
 from solver_plugins.studies.training import scores
@@ -152,4 +152,48 @@ def test_data_that_is_missing_or_too_small(tmp_path):
     config = read_study_config("proxprop-convergence", "smoke", ["conv.filters=[2,2,2,2]"])
     with pytest.raises(DataError, match="at least 16x16 for 4 poolings; found 8x8"):
         run_study("proxprop-convergence", config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_arms_are_optimisers_with_and_without_proxprop():
+    from solver_plugins.studies.proxprop_optimizers import ProxPropOptimizers
+    from solver_plugins.train.optimizer import make_optimizer
+
+    study = ProxPropOptimizers(read_study_config("proxprop-optimizers", "short", ["norm=true"]))
+    study._images = Images(*[Part(torch.zeros(1, 3, 32, 32), torch.zeros(1))] * 3, 10)
+    made = {}
+    for arm in study.arms():
+        fitting, model = study.fitting("conv-norm", arm), study.make("conv-norm")
+        made[arm] = (type(make_optimizer(fitting.settings(), model)).__name__, fitting.epochs)
+        section, _ = study.additions(arm).sections
+        assert (section is not None and section.mode == "cg3") == arm.startswith("proxprop")
+    assert made["adamw-15"] == ("AdamW", 15) and made["proxprop-muon-6"] == ("Muon", 6) == made["muon-6"]
+    assert sum(isinstance(part, torch.nn.BatchNorm2d) for part in model.modules()) == 3
+    # Every arm is searched at its own length, and for the first seed alone.
+    search, final = study.stages()
+    assert len(search) == len(made) * 5 and {cell.seed for cell in search} == {11}
+    assert {cell.seed for cell in final} == {11, 12, 13} and study.config.search.epochs == 15
+
+
+def test_proxprop_trains_otherwise_than_its_optimiser_alone(tmp_path):
+    outcome = run_study("proxprop-optimizers", read_study_config("proxprop-optimizers", "smoke"), tmp_path)
+    cells = {cell["arm"]: cell for cell in outcome.metrics["cells"] if cell["stage"] == "final"}
+    assert cells["adamw-1"]["training_loss"] != cells["proxprop-adamw-1"]["training_loss"]
+    accuracy, differences, arms, search = outcome.tables
+    assert differences.columns == ("", "over 'adamw-1'", "over 'adamw-2'") and len(differences.rows) == 1
+    assert [row[:4] for row in arms.rows][2] == ("proxprop-adamw-1", "adamw", "cg3", "1")
+    assert len(accuracy.rows) == len(search.rows) == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("arms.mine={optimizer: adamw, proxprop: cg0}", "cgN"),
+        ("search.epochs=1", "search.epochs of 2"),
+        ("arms.mine={optimizer: adamww}", "adamww"),
+    ],
+)
+def test_wrong_arms_are_refused(change, message, tmp_path):
+    with pytest.raises(OptionError, match=message):
+        run_study("proxprop-optimizers", read_study_config("proxprop-optimizers", "smoke", [change]), tmp_path / "run")
     assert not (tmp_path / "run").exists()
