@@ -190,7 +190,7 @@ def test_proxprop_trains_otherwise_than_its_optimiser_alone(tmp_path):
     [
         ("arms.mine={optimizer: adamw, proxprop: cg0}", "cgN"),
         ("search.epochs=1", "search.epochs of 2"),
-        ("arms.mine={optimizer: adamww}", "adamww"),
+        ("arms.mine={optimizer: adamww, epochs: 1}", "adamww"),
     ],
 )
 def test_wrong_arms_are_refused(change, message, tmp_path):
