@@ -191,10 +191,10 @@ class Column(NamedTuple):
         return found.spread(self.key, self.form) if self.form else str(found[0].values[self.key])
 
 
-C = TypeVar("C", bound=SideBySideConfig)
+S = TypeVar("S", bound=SideBySideConfig)
 
 
-class SideBySide(ImageStudy[C]):
+class SideBySide(ImageStudy[S]):
     """A study that compares arms on one network.
 
     Attributes:
