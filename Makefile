@@ -10,7 +10,7 @@ STAMP := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test coverage lint lint-style lint-format lint-types lint-imports format docs release-check clean
+.PHONY: help install quickstart test test-gpu coverage lint lint-style lint-format lint-types lint-imports format docs release-check clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ quickstart: $(STAMP) ## Finetune a small model on digits against its dropout bas
 # One thread per process: the processes share the cores, and more threads only get in each other's way.
 test: $(STAMP) ## Run the tests (WORKERS=2, ARGS="...")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+test-gpu: $(STAMP) ## Run the tests that need a CUDA or MPS device (ARGS="...")
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 coverage: $(STAMP) ## Check every model of timm and transformers; takes hours, and continues where it stopped (WORKERS=2)
 	$(BIN)/python -m tests.coverage --workers $(WORKERS) --table docs/coverage.md $(ARGS)

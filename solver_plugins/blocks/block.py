@@ -218,7 +218,9 @@ class SolverBlock(Scaled):
         return Constants(constant, gram, self.collapsed, self.residual if self.solver.implicit else None)
 
     def _scale(self) -> Scale:
-        return Scale(self.channel_gain, self.channel_shift, self.blend, observer=self.observer)
+        # A schedule may write to the buffer between this pass and its backward pass.
+        blend = self.blend.clone() if self.blend is not None and torch.is_grad_enabled() else self.blend
+        return Scale(self.channel_gain, self.channel_shift, blend, observer=self.observer)
 
     def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
         """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.

@@ -84,7 +84,10 @@ def lipschitz_from_kernel(
 
     with autocast_off(kernel.device):
         if method == "power":
-            value = _power(_real_operator(kernel, geometry, input_size, diagonal, torch.float32), tolerance)
+            # Scaled to entries of at most one, so that squares neither underflow nor overflow.
+            scale = _double(kernel, diagonal).abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+            unit = (_double(kernel, diagonal) / scale).to(torch.promote_types(kernel.dtype, torch.float32))
+            value = _power(_real_operator(unit, geometry, input_size, None, torch.float32), tolerance) * scale * scale
         elif method == "exact":
             value = _exact(_real_operator(kernel, geometry, input_size, diagonal, torch.float64))
         else:

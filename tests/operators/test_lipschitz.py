@@ -274,3 +274,13 @@ def test_unaffected_by_autocast():
         inside = [lipschitz_constant(layer, method, (6, 6)) for method in ("certified", "exact", "power")]
     outside = [lipschitz_constant(layer, method, (6, 6)) for method in ("certified", "exact", "power")]
     assert [float(value) for value in inside] == [float(value) for value in outside]
+
+
+@pytest.mark.parametrize("scale", [1e-17, 1e-12, 1e10, 1e18])
+def test_power_whatever_the_size_of_the_weights(scale):
+    torch.manual_seed(0)
+    for layer in (nn.Linear(20, 30), nn.Conv2d(3, 4, 3)):
+        layer.weight.data.mul_(scale)
+        found = lipschitz_constant(layer, method="power", input_size=(8, 8))
+        exact = lipschitz_constant(layer, method="exact", input_size=(8, 8))
+        assert 0.95 < float(found / exact) < 1.001
