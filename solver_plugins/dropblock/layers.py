@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from solver_plugins.dropblock.bits import draw_bits
 from solver_plugins.dropblock.retain import check_theta
-from solver_plugins.dropblock.schemes import GridBlocks, OverlappingBlocks, Sampler, Scheme, make_scheme
+from solver_plugins.dropblock.schemes import GridBlocks, OverlappingBlocks, Sampler, Scheme, draw_bits, make_scheme
 from solver_plugins.errors import OptionError, ShapeError
 
 

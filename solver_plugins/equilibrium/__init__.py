@@ -10,6 +10,7 @@ from solver_plugins.equilibrium.errors import DivergenceError, HeadError
 from solver_plugins.equilibrium.head import HeadConfig, OptEqHead
 from solver_plugins.equilibrium.layer import OptEqLayer
 from solver_plugins.equilibrium.objectives import block_objective, envelope, objective, potential, preimage
+from solver_plugins.equilibrium.problem import Unit
 from solver_plugins.equilibrium.regularizers import (
     FEATURE_REGULARIZERS,
     FeatureRegularizer,
@@ -25,7 +26,6 @@ from solver_plugins.equilibrium.solvers import (
     list_equilibrium_solvers,
     register_equilibrium_solver,
 )
-from solver_plugins.equilibrium.unit import Unit
 
 __all__ = [
     "EQUILIBRIUM_SOLVERS",

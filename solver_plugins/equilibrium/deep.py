@@ -8,9 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.equilibrium.backward import Adjoint, BackwardReport
+from solver_plugins.equilibrium.backward import Adjoint, BackwardReport, with_gradient
 from solver_plugins.equilibrium.errors import DivergenceError
-from solver_plugins.equilibrium.implicit import with_gradient
 from solver_plugins.equilibrium.layer import OptEqLayer
 from solver_plugins.equilibrium.problem import EquilibriumProblem, Regularization, may_look
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer, make_regularizer

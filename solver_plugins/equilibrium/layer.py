@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from solver_plugins.equilibrium.activations import allowed_activation
 from solver_plugins.equilibrium.norms import certified_norm, check_norm, initialise_, project_, rescaled_kernel
-from solver_plugins.equilibrium.unit import Unit
+from solver_plugins.equilibrium.problem import Unit
 from solver_plugins.errors import OptionError, ShapeError, did_you_mean
 from solver_plugins.operators import geometry_of, operator_from_kernel, read_layer
 from solver_plugins.prox.activations import Activation

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.activations import antiderivative
+from solver_plugins.equilibrium.problem import Unit
 from solver_plugins.equilibrium.solvers import EquilibriumAnderson, settle
-from solver_plugins.equilibrium.unit import Unit
 from solver_plugins.errors import NotConvergedWarning, OptionError, warn
 
 

@@ -6,7 +6,17 @@ A function of one variable is a proximal map if and only if it increases and is 
 from collections.abc import Callable
 from typing import Any
 
-from solver_plugins.prox.namespaces import torch_functions
+import torch
+from torch.nn import functional
+
+_NAMESPACES = (torch, functional, torch.Tensor, torch.special, torch._C._nn)
+
+
+def torch_functions(name: str) -> set[Callable[..., Any]]:
+    """Returns every function of torch called ``name`` or ``name_``, as objects to compare with."""
+    found = (getattr(space, key, None) for space in _NAMESPACES for key in (name, f"{name}_"))
+    return {function for function in found if callable(function)}
+
 
 _TORCH = "torch.nn.modules.activation."
 _TIMM = "timm.layers.activations."

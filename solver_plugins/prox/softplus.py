@@ -10,9 +10,23 @@ from torch.nn import functional
 
 from solver_plugins.errors import NotProximalError
 from solver_plugins.prox.conjugate import conjugate_penalty
-from solver_plugins.prox.dilogarithm import dilogarithm_exp
 from solver_plugins.prox.monotone import NewtonPrior
 from solver_plugins.prox.prior import infinite_where, register_prior
+
+_BERNOULLI = {2: 1 / 6, 4: -1 / 30, 6: 1 / 42, 8: -1 / 30, 10: 5 / 66, 12: -691 / 2730, 14: 7 / 6}
+
+
+def dilogarithm_exp(y: Tensor) -> Tensor:
+    """Returns ``Li2(exp(-y)) = sum_k exp(-k y)/k^2`` for ``y >= 0``; NaN below.
+
+    With ``w = -log(1 - z)``, ``Li2(z) = w - w^2/4 + sum_n B_2n w^(2n+1)/(2n+1)!`` converges like ``(w/2 pi)^(2n)``;
+    it is used for ``z <= 1/2``, and the reflection ``Li2(z) = pi^2/6 - log(z) log(1 - z) - Li2(1 - z)`` above.
+    """
+    near = y < math.log(2)  # z > 1/2; there -log(1 - (1 - z)) = y
+    w = torch.where(near, y, -torch.log1p(-torch.exp(-y)))
+    series = w - w**2 / 4 + sum(b * w ** (n + 1) / math.factorial(n + 1) for n, b in _BERNOULLI.items())
+    return torch.where(near, math.pi**2 / 6 + torch.xlogy(y, -torch.expm1(-y)) - series, series)
+
 
 # F.softplus jumps down by log(1 + exp(-threshold))/beta where it becomes linear. Above this, float32 cannot resolve it.
 _LEAST_THRESHOLD = 15.0

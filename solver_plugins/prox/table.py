@@ -12,8 +12,8 @@ from solver_plugins.errors import NotProximalError, OptionError
 from solver_plugins.prox.boxes import HardtanhPrior, IdentityPrior, Relu6Prior, ReluPrior
 from solver_plugins.prox.exponential import CeluPrior, EluPrior
 from solver_plugins.prox.leaky import LeakyReluPrior, PreluPrior
-from solver_plugins.prox.namespaces import torch_functions
 from solver_plugins.prox.prior import Prior
+from solver_plugins.prox.rejections import torch_functions
 from solver_plugins.prox.shrink import SoftshrinkPrior, TanhshrinkPrior
 from solver_plugins.prox.sigmoids import AtanPrior, HardsigmoidPrior, SigmoidPrior, SoftsignPrior, TanhPrior
 from solver_plugins.prox.softmax import SoftmaxPrior

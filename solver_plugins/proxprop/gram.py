@@ -25,8 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from solver_plugins.proxprop.products import add_product
-from solver_plugins.proxprop.rows import PIECE_BYTES, Margins, Rows, surround
+from solver_plugins.proxprop.rows import PIECE_BYTES, Margins, Rows, add_product, surround
 
 SPECTRUM_BYTES = 2**25
 """Products of more frequencies and channels than this (32 MiB) are not kept; slices are multiplied instead."""

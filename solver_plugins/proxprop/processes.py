@@ -1,13 +1,16 @@
-"""Communication between the processes of ProxProp: sums, and the calls of the others."""
+"""Communication between the processes of ProxProp: sums, the calls of the others, and the checks before a step."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.proxprop.capture import LayerCall
+from solver_plugins.proxprop.errors import EmptyBatchError, LayerNotRunError, OverwrittenError, ReplicaError
+from solver_plugins.proxprop.shared_weight import SharedWeight
 
 
 class Processes:
@@ -71,3 +74,84 @@ def shapes_of(calls: Sequence[LayerCall]) -> list[tuple[Any, ...]]:
         for one in calls
         if one.x is not None and one.d is not None
     ]
+
+
+class Summary(NamedTuple):
+    """What processes tell each other about a shared weight.
+
+    Attributes:
+        calls: The number of calls.
+        rows: The number of rows.
+        folded: Whether a Gram matrix replaced inputs.
+        shapes: The shapes of the kept calls of each layer.
+        has_gradient: Whether the weight has a gradient.
+        probe: The norm of the gradient times fixed signs; 0 if it is not compared.
+        overwritten: Whether an input was overwritten.
+    """
+
+    calls: int
+    rows: int
+    folded: bool
+    shapes: list[Any]
+    has_gradient: bool
+    probe: float
+    overwritten: bool
+
+    @classmethod
+    def of(cls, shared: SharedWeight, processes: int) -> "Summary":
+        """Returns the summary of this process; gradients are compared if there are several ``processes``."""
+        present = shared.weight.grad is not None
+        # A sharded gradient has already been reduced.
+        compare = processes > 1 and present and not shared.sharded
+        return cls(
+            sum(tally.calls for tally in shared.tallies),
+            sum(tally.rows for tally in shared.tallies),
+            any(tally.gram is not None for tally in shared.tallies),
+            [shapes_of(tally.kept) for tally in shared.tallies],
+            present,
+            float(in_float64(shared.probed_gradient()).norm()) if compare else 0.0,
+            any(tally.overwritten or any(call.overwritten for call in tally.kept) for tally in shared.tallies),
+        )
+
+
+def listed(names: list[str]) -> str:
+    """Returns the first five names, and how many more there are."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def check_summaries(weights: list[SharedWeight], summaries: list[list[Summary]]) -> None:
+    """Raises the same error in all processes if any weight cannot be preconditioned."""
+    if len({len(one) for one in summaries}) > 1:
+        raise ReplicaError("Expected every process to train the same layers; their numbers differ.")
+    silent, empty, apart, overwritten = [], [], [], []
+    for index, shared in enumerate(weights):
+        theirs = [one[index] for one in summaries]
+        probes = [one.probe for one in theirs]
+        if not any(one.calls for one in theirs) or not all(one.has_gradient for one in theirs):
+            silent.append(shared.name)
+        elif not any(one.rows for one in theirs):
+            empty.append(shared.name)
+        elif max(probes) - min(probes) > 1e-3 * max(probes):
+            apart.append(shared.name)
+        elif any(one.overwritten for one in theirs):
+            overwritten.append(shared.name)
+    if silent:
+        raise LayerNotRunError(
+            f"Expected every layer to have run since its gradient was last empty, and to have a gradient; "
+            f"{listed(silent)} did not run or have no gradient. No gradient was changed. Call precondition() once per "
+            "step, after backward(). Name in exclude= a layer that the loss does not use, or whose weight is read "
+            "without calling it (nn.MultiheadAttention.out_proj). Compile a model again if it was compiled and run "
+            "before the ProxProp was made."
+        )
+    if empty:
+        raise EmptyBatchError(f"Expected at least one sample; {', '.join(empty)} ran on none. No gradient was changed.")
+    if overwritten:
+        raise OverwrittenError(
+            f"The inputs of {', '.join(overwritten)} were changed in place between backward() and precondition(). No "
+            "gradient was changed. Do not reuse one tensor for several micro-batches."
+        )
+    if apart:
+        raise ReplicaError(
+            f"Expected the same gradients in all processes; those of {', '.join(apart)} differ. No gradient was "
+            "changed. Wrap the model in DistributedDataParallel, or reduce the gradients before precondition()."
+        )

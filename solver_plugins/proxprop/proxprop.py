@@ -22,9 +22,8 @@ from solver_plugins.proxprop.errors import (
     OptimizerError,
     WrappedModelError,
 )
-from solver_plugins.proxprop.processes import Processes
+from solver_plugins.proxprop.processes import Processes, Summary, check_summaries, listed
 from solver_plugins.proxprop.shared_weight import SharedWeight, shared_weights
-from solver_plugins.proxprop.summary import Summary, check_summaries, listed
 from solver_plugins.proxprop.system import (
     StepReport,
     System,

@@ -18,7 +18,6 @@ from torch.nn import functional
 from solver_plugins.errors import ShapeError, UnsupportedLayerError
 from solver_plugins.operators import Geometry, operator_from_kernel, read_layer
 from solver_plugins.operators.padding import pad
-from solver_plugins.proxprop.products import add_product
 
 PIECE_BYTES = 2**22
 """The largest piece of an im2col matrix while a Gram matrix is summed: 4 MiB, which fits into caches."""
@@ -204,3 +203,19 @@ class Rows:
 def _is_transposed(kernel: Tensor, weight: Tensor) -> bool:
     other = weight.t() if weight.dim() == 2 else weight
     return kernel.shape == other.shape and kernel.stride() == other.stride() and kernel._base is weight
+
+
+def multiply(a: Tensor, b: Tensor) -> Tensor:
+    """Returns ``a b`` per group; a single group is a plain product."""
+    return torch.mm(a[0], b[0]).unsqueeze(0) if a.shape[0] == 1 else torch.bmm(a, b)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds ``a b`` to ``total`` per group, in place."""
+    if a.shape[0] == 1:
+        total[0].addmm_(a[0], b[0])
+    elif total.is_contiguous():
+        total.baddbmm_(a, b)
+    else:
+        # torch's baddbmm_ would process the groups one after the other.
+        total += torch.bmm(a, b)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.proxprop.errors import FactorizationError
-from solver_plugins.proxprop.products import multiply
+from solver_plugins.proxprop.rows import multiply
 from solver_plugins.solve import conjugate_gradients as block_conjugate_gradients
 
 

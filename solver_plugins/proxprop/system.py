@@ -16,7 +16,7 @@ from solver_plugins.prox.prior import in_float64
 from solver_plugins.proxprop.capture import LayerCall
 from solver_plugins.proxprop.errors import NonFiniteError
 from solver_plugins.proxprop.processes import Processes
-from solver_plugins.proxprop.products import multiply
+from solver_plugins.proxprop.rows import multiply
 from solver_plugins.proxprop.shared_weight import SharedWeight
 from solver_plugins.proxprop.solve import CgOutcome, batch_conjugate_gradients, conjugate_gradients, factorize
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, special
 
-from solver_plugins.prox.dilogarithm import dilogarithm_exp
 from solver_plugins.prox.monotone import NewtonPrior
+from solver_plugins.prox.softplus import dilogarithm_exp
 from tests.prox.cases import CASES, STEPS, Case, each_activation, each_case, grid
 from tests.tolerances import tolerance
 
