@@ -3,9 +3,10 @@
     .venv/bin/python -m tests.benchmarks.proxprop_step [--repeats 7] [--batch 500] [--adamw] [--profile]
 
 Prints a Markdown table. Times are whole steps (forward, backward, SGD with momentum or AdamW), interleaved, best of
-several, in units of the plain step; the CPU time is that of the process, which other work hardly disturbs. Memory is the highest sum of live tensors during a step beyond that of the plain
-step, both without momentum, whose own temporaries would hide it; in units of the largest layer's activations (its input
-and output), of which 2 are allowed. Nothing here is asserted: machines are noisy.
+several, in units of the plain step; the CPU time is that of the process, which other work hardly disturbs. Memory is
+the highest sum of live tensors during a step beyond that of the plain step, both without momentum, whose own
+temporaries would hide it; in units of the largest layer's activations (its input and output), of which 2 are allowed.
+Nothing here is asserted: machines are noisy.
 """
 
 import argparse
