@@ -98,9 +98,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also print where the time of a step goes")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    print(
-        f"| network, batch {arguments.batch} | mode | time, CPU time / plain | memory beyond plain / largest activations |"
-    )
+    print(f"| network, batch {arguments.batch} | mode | time, CPU time / plain | memory beyond plain, in activations |")
     print("|---|---|---|---|")
     for title, make in (("MLP 3072-4000-1000-4000-10", mlp), ("conv net", conv_net)):
         torch.manual_seed(0)
