@@ -9,6 +9,7 @@ from solver_plugins.dropblock import AveragedDropout
 from solver_plugins.errors import OptionError
 from solver_plugins.studies import Cell, Results, read_study_config, run_study
 from solver_plugins.studies.comparison import paired
+from solver_plugins.studies.deeplayers_pretrained import DeepLayersPretrained
 from solver_plugins.studies.deeplayers_table2 import DeepLayersTable2
 from solver_plugins.studies.deeplayers_table3 import DeepLayersTable3
 from solver_plugins.studies.images import Images
@@ -73,6 +74,30 @@ def test_convolutions_get_a_gain_per_channel():
         model.conv1.gain[0] = 2.0
     x = torch.randn(1, 3, 32, 32)
     assert torch.allclose(model.conv1(x)[:, 0], 2 * model.conv1.layer(x)[:, 0])
+
+
+def test_a_pretrained_network_gets_controls_where_its_blocks_are(tmp_path):
+    changes = [
+        "controls=[gain, biases]", "arms={raw: {}}", "data.train=train[:32]", "search.rates=[1e-3]", "fitting.epochs=1",
+    ]  # fmt: skip
+    table = DeepLayersPretrained(read_study_config("deeplayers-pretrained", "smoke", changes))
+    table.prepare()
+    assert dict(table.sites("")) == {"layer3.0.conv1": None, "layer4.0.conv1": None}
+    model = table._solved(table.make(""), "", "biases", table._images.train.images[:1])
+    frozen = {name for name, one in model.named_parameters() if not one.requires_grad}
+    assert frozen == {"layer3.0.conv1.weight", "layer4.0.conv1.weight"}
+    outcome = run_study(table.name, table.config, tmp_path)
+    main, differences, _ = outcome.tables
+    assert [row[0] for row in main.rows] == ["plain", "raw", "gain", "biases"]
+    assert [row[0] for row in differences.rows] == ["test_resnet, raw"]
+    assert differences.columns == ("", "over 'plain'", "over 'gain'", "over 'biases'")
+
+
+@pytest.mark.parametrize("name", ["solvers", "table2", "table3", "table4", "table5", "pretrained"])
+@pytest.mark.parametrize("scale", ["short", "paper"])
+def test_every_study_that_could_claim_a_gain_has_controls(name, scale):
+    config = read_study_config(f"deeplayers-{name}", scale)
+    assert config.controls and (not any("tuned" in one for one in config.controls) or config.search.drop_rates)
 
 
 def searched(*scores):
