@@ -190,7 +190,7 @@ def test_a_step_size_that_diverges_is_not_taken(tmp_path):
 
 
 def test_frozen_convolutions_are_trained_once_and_kept(tmp_path):
-    changes = ["drop_rates=[0.0, 0.9]", "search.rates=[0.01]", "fitting.epochs=1"]
+    changes = ["drop_rates=[0.0, 0.9]", "search.rates=[0.01]", "fitting.epochs=1", "controls=[]"]
     table = DeepLayersTable5(read_study_config("deeplayers-table5", "smoke", changes))
     first, final = table.stages()
     assert [cell.name for cell in first] == ["first_p=0.5_stage=first_seed=0"] and len(final) == 4
