@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from solver_plugins.operators import Geometry, LinearOperator, at_rest, operator_from_kernel, read_layer
 from solver_plugins.prox import IdentityPrior, Prior, ReluPrior
-from solver_plugins.solve import Constants, ProxGD, Solver, pose_problem, solve_block, working_dtype
+from solver_plugins.solve import Constants, GateKind, ProxGD, Scale, Solver, pose_problem, solve_block, working_dtype
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,19 @@ class Cost:
             matrix is counted; ``L`` and column norms are not.
         memory: Bytes that the solve keeps for its backward pass beyond what the plain layer keeps, its input and
             weights. The last activation keeps the same in both.
+        backward: Those of the block's backward pass, if asked for; None for an implicit one, which ends when it has
+            converged.
     """
 
     plain: int
     solver: int
     memory: int
+    backward: int | None = None
+
+    @property
+    def training(self) -> float | None:
+        """The cost of forward and backward in units of the plain layer's, whose backward takes two products."""
+        return None if self.backward is None or not self.plain else (self.solver + self.backward) / (3 * self.plain)
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,8 @@ class _Problem:
     prior: str
     behind: bool
     normed: bool
+    gate: GateKind | None
+    backward: bool
 
 
 _KNOWN: dict[_Problem, Cost] = {}
@@ -63,6 +73,8 @@ def cost_of(
     *,
     behind: bool = False,
     normed: bool = False,
+    gate: GateKind | None = None,
+    backward: bool = False,
 ) -> Cost:
     """Returns what a solver costs in place of a layer.
 
@@ -73,10 +85,21 @@ def cost_of(
         prior: The prior.
         behind: Whether the solver sits behind the layer, in a norm or an activation; the layer then runs in any case.
         normed: Whether a norm is folded into the map.
+        gate: Which gate there is in every iteration.
+        backward: Whether the backward pass is counted, too, which takes as long again.
     """
     kernel, geometry = read_layer(layer)
     problem = _Problem(
-        tuple(kernel.shape), kernel.dtype, geometry, tuple(input_shape), repr(solver), repr(prior), behind, normed
+        tuple(kernel.shape),
+        kernel.dtype,
+        geometry,
+        tuple(input_shape),
+        repr(solver),
+        repr(prior),
+        behind,
+        normed,
+        gate,
+        backward,
     )
     if problem not in _KNOWN:
         _KNOWN[problem] = _counted(problem, solver, prior)
@@ -101,14 +124,13 @@ def _counted(problem: _Problem, solver: Solver, prior: Prior) -> Cost:
         if not solver.implicit:
             # One run for both counts, unless the prior looks at its numbers, which do not exist.
             try:
-                flops, memory = _run(problem, solver, prior)
+                return Cost(plain, *_run(problem, solver, prior))
             except Exception:
-                flops, memory = _run(problem, solver, ReluPrior())
-            return Cost(plain, flops, memory)
+                return Cost(plain, *_run(problem, solver, ReluPrior()))
         with torch.no_grad():
-            flops, _ = _run(problem, solver, IdentityPrior())
+            flops = _run(problem, solver, IdentityPrior())[0]
         # An implicit solve records one iteration at its end, which is also all that it keeps.
-        _, memory = _run(problem, ProxGD.from_options(iters=2, formulation=solver.config.formulation), ReluPrior())
+        memory = _run(problem, ProxGD.from_options(iters=2, formulation=solver.config.formulation), ReluPrior())[1]
         return Cost(plain, flops + 2 * plain, memory)
 
 
@@ -131,9 +153,11 @@ def _operator(problem: _Problem) -> tuple[LinearOperator, LinearOperator]:
 
 def _counter() -> Any:
     # Imported here: it brings triton with it, which takes as long as the rest of this package.
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
 
-    return FlopCounterMode(display=False)
+    # It does not know the products that add in place.
+    in_place = {torch.ops.aten.addmm_: addmm_flop, torch.ops.aten.baddbmm_: baddbmm_flop}
+    return FlopCounterMode(display=False, custom_mapping=in_place)
 
 
 def _flops(work: Callable[[], Tensor]) -> int:
@@ -143,8 +167,8 @@ def _flops(work: Callable[[], Tensor]) -> int:
     return total
 
 
-def _run(problem: _Problem, solver: Solver, prior: Prior) -> tuple[int, int]:
-    """Returns the operations of a solve, and the bytes that it keeps."""
+def _run(problem: _Problem, solver: Solver, prior: Prior) -> tuple[int, int, int | None]:
+    """Returns the operations of a solve, the bytes that it keeps, and the operations of its backward pass, if asked."""
     plain, operator = _operator(problem)
     u = _input(problem)
     kept: dict[int, Tensor] = {}
@@ -164,7 +188,15 @@ def _run(problem: _Problem, solver: Solver, prior: Prior) -> tuple[int, int]:
             layer = (lambda: plain.apply(u)) if c is None else (lambda: c)
             posed = pose_problem(solver, prior, operator, u, constants, layer, additive=additive)
             posed.known = problem.behind
-            solve_block(posed, solver, constants)
+            scale = None
+            if problem.gate is not None:
+                count = () if problem.gate == "scalar" else problem.kernel_shape[:1]
+                scale = Scale(gate=torch.empty(count, dtype=posed.dtype, requires_grad=True))
+            out = solve_block(posed, solver, constants, scale)[0]
     own = [one.untyped_storage()._cdata for one in (u, operator.weight, c, operator.diagonal) if one is not None]
     memory = sum(one.untyped_storage().nbytes() for key, one in kept.items() if key not in own)
-    return counter.get_total_flops(), memory
+    if not (problem.backward and out.requires_grad):
+        return counter.get_total_flops(), memory, None
+    with _counter() as pulled:
+        torch.autograd.grad(out, (u, plain.weight, operator.weight), torch.empty_like(out), allow_unused=True)
+    return counter.get_total_flops(), memory, pulled.get_total_flops()

@@ -4,6 +4,7 @@
 
 Every repeat runs all variants of a row once, in turn, so that a busy machine slows all of them alike; a ratio is that
 of the best times. Two threads, float32. Bounds are those that the rows are to stay below; nothing is asserted.
+"predicted" is what the cost model counts: operations of forward and backward in units of the plain layer's.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from solver_plugins import SolverBlock, convert_model
+from solver_plugins.surgery.cost import cost_of
 
 Work = Callable[[], object]
 
@@ -53,11 +55,17 @@ def forward(module: nn.Module, u: Tensor) -> Work:
     return run
 
 
-def show(title: str, works: dict[str, Work], repeats: int, bound: float | None) -> None:
+def predicted(block: SolverBlock, u: Tensor) -> float | None:
+    """Returns the ratio of forward and backward that the cost model counts."""
+    return cost_of(block, tuple(u.shape), block.solver, block.prior, backward=True).training
+
+
+def show(title: str, works: dict[str, Work], repeats: int, bound: float | None, count: float | None = None) -> None:
     times = best(works, repeats)
     plain = times.pop("plain")
     ratios = "  ".join(f"{name} {seconds / plain:6.2f}" for name, seconds in times.items())
-    print(f"{title:62s} plain {1e3 * plain:8.2f} ms  {ratios}  (at most {bound})", flush=True)
+    told = "" if count is None else f"  predicted {count:6.2f}"
+    print(f"{title:62s} plain {1e3 * plain:8.2f} ms  {ratios}{told}  (at most {bound})", flush=True)
 
 
 def linear_rows(repeats: int) -> None:
@@ -68,7 +76,8 @@ def linear_rows(repeats: int) -> None:
         layer, u = nn.Linear(inputs, outputs), torch.randn(1576, inputs)
         block = SolverBlock.from_layer(layer, None, "proxgd", 10)
         title = f"no prior, {inputs} -> {outputs}, 1576 rows"
-        show(f"{title}, forward + backward", {"plain": step(layer, u), "proxgd": step(block, u)}, repeats, bound)
+        works = {"plain": step(layer, u), "proxgd": step(block, u)}
+        show(f"{title}, forward + backward", works, repeats, bound, predicted(block, u))
         still = SolverBlock.from_layer(layer, None, "proxgd", 10).eval()
         show(f"{title}, evaluation", {"plain": forward(layer, u), "proxgd": forward(still, u)}, repeats, 1.05)
 
@@ -79,7 +88,13 @@ def pointwise_rows(repeats: int) -> None:
         layer, u = nn.Conv2d(inputs, outputs, 1), torch.randn(batch, inputs, size, size)
         block = SolverBlock.from_layer(layer, nn.ReLU(), "proxgd", 10)
         works = {"plain": step(layer, u, functional.relu), "proxgd": step(block, u, functional.relu)}
-        show(f"pointwise with ReLU, {inputs} -> {outputs} at {size}x{size}, batch {batch}", works, repeats, bound)
+        show(
+            f"pointwise with ReLU, {inputs} -> {outputs} at {size}x{size}, batch {batch}",
+            works,
+            repeats,
+            bound,
+            predicted(block, u),
+        )
 
 
 def solver_rows(repeats: int) -> None:
@@ -88,7 +103,7 @@ def solver_rows(repeats: int) -> None:
     for name, bound in (("proxgd", 4.6), ("proxsg", None), ("ms2gd", 15.0), ("rcd", 9.0), ("anderson", 15.0)):
         block = SolverBlock.from_layer(layer, nn.ReLU(), name, 10)
         works = {"plain": step(layer, u, functional.relu), name: step(block, u, functional.relu)}
-        show("400 -> 120, batch 256, ReLU", works, 8 * repeats, bound)
+        show("400 -> 120, batch 256, ReLU", works, 8 * repeats, bound, predicted(block, u))
 
 
 def model_rows(repeats: int) -> None:

@@ -181,3 +181,16 @@ def test_table_fits_and_groups_layers_that_repeat(monkeypatch):
     lines = str(inspect_model(make(), "proxsg", p=0.5, pattern="all", example_inputs=X)).splitlines()
     assert max(map(len, lines)) <= 80
     assert repr(report) == "<Report: VisionTransformer: 50 of 50 layers become proxgd, iters=10>"
+
+
+def test_the_backward_pass_is_counted():
+    """By hand: 400 -> 120 with 256 rows, and the gate's recursion on the weight without a prior."""
+    layer, made = nn.Linear(400, 120), SOLVERS.get("proxgd").from_options(iters=10)
+    cost = cost_of(layer, (256, 400), made, prox_for("relu"), backward=True)
+    plain, small, gram = 2 * 256 * 400 * 120, 2 * 256 * 120 * 120, 2 * 120 * 120 * 400
+    assert cost.plain == plain and cost.solver == plain + 9 * small + gram
+    assert cost.backward == 2 * plain + 18 * small + gram and cost.training == pytest.approx(4.0, rel=0.02)
+    assert cost_of(layer, (256, 400), made, prox_for("relu")).training is None
+    wide = nn.Linear(64, 256)
+    free, gated = (cost_of(wide, (4096, 64), made, prox_for(None), gate=gate) for gate in (None, "channel"))
+    assert free.solver < 1.3 * free.plain and gated.solver - free.plain > 18 * 2 * 64 * 64 * 256
