@@ -10,9 +10,10 @@ from torch.nn.utils import parametrize
 
 from solver_plugins.blocks.dropout import mark_as_drawn, undropped
 from solver_plugins.blocks.fold import diagonal_of, reference_diagonal, uses_batch
+from solver_plugins.blocks.gate import GATE, Gated
 from solver_plugins.blocks.link import Handed, Link, hand_over
 from solver_plugins.blocks.outlet import folded_norm, repair_ends
-from solver_plugins.blocks.scale import SCALE_BUFFERS, Scaled
+from solver_plugins.blocks.scale import SCALE_BUFFERS
 from solver_plugins.blocks.segment import current_segments
 from solver_plugins.blocks.shell import hides_forward, made_class, take_off
 from solver_plugins.blocks.stepsize import STEP_BUFFERS
@@ -33,7 +34,6 @@ from solver_plugins.solve import (
     Constants,
     Diagnostics,
     OutputKind,
-    Scale,
     Solver,
     check_combination,
     check_rank,
@@ -45,15 +45,15 @@ from solver_plugins.solve import (
 )
 from solver_plugins.wrappers import COMPILED_IN_PLACE, wrapper_of
 
-_STATE = {"geometry", "solver", "prior", "link", "routed", "observer", "output", "activation", "collapsed"}
+_STATE = {"geometry", "solver", "prior", "link", "routed", "observer", "output", "activation", "collapsed", "gate_kind"}
 _BUFFERS = {*SCALE_BUFFERS, "residual", "gram", "diagonal_reference"}
-RESERVED = {*STEP_BUFFERS, *_STATE, *_BUFFERS}
+RESERVED = {*STEP_BUFFERS, *_STATE, *_BUFFERS, GATE}
 """Names that a block needs for itself on its layer."""
 
 _NAMED: dict[type[nn.Module], "type[SolverBlock]"] = {}
 
 
-class SolverBlock(Scaled):
+class SolverBlock(Gated):
     """Mixin in front of a layer class: the layer's output becomes the argument of the last proximal map of a solve.
 
     The block *is* its layer: the same class (``isinstance``), the same Parameter objects, state-dict keys, hooks and
@@ -154,7 +154,7 @@ class SolverBlock(Scaled):
         check_combination(solver, prior, output, kernel.shape[0], kernel.shape[1] * geometry.groups, geometry)
         check_rank(solver, prior, kernel)
         self.geometry, self.solver, self.prior, self.output, self.link = geometry, solver, prior, output, link
-        self.routed, self.observer, self.collapsed = False, None, Collapsed()
+        self.routed, self.observer, self.collapsed, self.gate_kind = False, None, Collapsed(), None
         if output == "value" and isinstance(activation, nn.Module):
             # The block applies it, so the block owns it: its parameters train, move and save with the block.
             self.activation = activation
@@ -216,11 +216,6 @@ class SolverBlock(Scaled):
 
     def _constants(self, constant: Tensor, gram: Tensor | None) -> Constants:
         return Constants(constant, gram, self.collapsed, self.residual if self.solver.implicit else None)
-
-    def _scale(self) -> Scale:
-        # A schedule may write to the buffer between this pass and its backward pass.
-        blend = self.blend.clone() if self.blend is not None and torch.is_grad_enabled() else self.blend
-        return Scale(self.channel_gain, self.channel_shift, blend, observer=self.observer)
 
     def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
         """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.
@@ -400,7 +395,7 @@ def become_block(layer: nn.Module, activation: Activation, solver: Solver, link:
 def become_layer(block: SolverBlock) -> nn.Module:
     """Turns a block into its plain layer again, where it stands."""
     for name in RESERVED:
-        if name in vars(block) or name in block._buffers or name in block._modules:
+        if any(name in own for own in (vars(block), block._buffers, block._modules, block._parameters)):
             delattr(block, name)
     block._forget_step()
     return take_off(block)

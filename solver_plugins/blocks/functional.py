@@ -18,6 +18,7 @@ from solver_plugins.solve import (
     Scale,
     Solver,
     check_combination,
+    check_gate,
     check_rank,
     make_solver,
     pose_problem,
@@ -143,6 +144,8 @@ def solve_layer(
     if bias is not None and bias.shape != (operator.out_features,):
         raise ShapeError(f"Expected a bias of shape ({operator.out_features},); found {tuple(bias.shape)}.")
     check_rank(made, prior, kernel)
+    if scale is not None and scale.gate_kind is not None:
+        check_gate(made, prior, scale.gate_kind)
     if isinstance(lipschitz, Tensor) and lipschitz.dim() != 0:
         raise ShapeError(f"Expected lipschitz to be a number or a 0-d tensor; found shape {tuple(lipschitz.shape)}.")
     if isinstance(lipschitz, Tensor):

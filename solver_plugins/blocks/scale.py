@@ -39,13 +39,19 @@ class Scaled(TrackedStep):
 
     @property
     def computes_its_layer(self) -> bool:
-        """Whether evaluation computes just what the plain layer does: after one iteration, or with ``blend=0``."""
+        """Whether evaluation computes just what the plain layer does: after one iteration, or closed."""
         config = self.solver.config
+        unscaled = self.channel_gain is None and self.channel_shift is None
         if config.formulation != "normalized" or self.solver.samples_in_evaluation:
             return False
         if self.blend is not None and not self.blend.is_meta and float(self.blend) == 0:
             return True
-        return config.iters == 1 and self.channel_gain is None and self.channel_shift is None
+        return unscaled and (config.iters == 1 or self._is_closed)
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether a gate keeps the solver from changing anything."""
+        return False
 
     def set_scale(self, gain: Tensor | None, shift: Tensor | None = None) -> None:
         """Sets factors on the solver's argument and what is added to it; None for ones, and for zeros.

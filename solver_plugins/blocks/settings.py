@@ -8,7 +8,7 @@ from solver_plugins.blocks.block import SolverBlock
 from solver_plugins.blocks.install import require_blocks
 from solver_plugins.blocks.scale import check_blend
 from solver_plugins.errors import OptionError
-from solver_plugins.solve import SamplingConfig, Solver
+from solver_plugins.solve import SamplingConfig, Solver, check_gate
 
 
 def set_blend(model: nn.Module, blend: float) -> None:
@@ -57,6 +57,8 @@ def _set_option(blocks: dict[str, SolverBlock], option: str, value: Any) -> None
     for name, block in blocks.items():
         made[name] = type(block.solver).from_options(**{**block.solver.config.options(), option: value})
         made[name].check_prior(block.prior)
+        if block.gate_kind is not None:
+            check_gate(made[name], block.prior, block.gate_kind)
     for name, block in blocks.items():
         block.solver = made[name]
         block.collapsed.drop()

@@ -1,5 +1,6 @@
 """transformers' Trainer: certified step sizes, their state in the logs, and runs that are resumed as the same run."""
 
+import functools
 import math
 from pathlib import Path
 from typing import Any, Self
@@ -8,7 +9,7 @@ from torch import nn
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from solver_plugins.blocks import blocks_of, refresh_steps
+from solver_plugins.blocks import blocks_of, gates_of, refresh_steps, separate_gates
 from solver_plugins.errors import OptionError, SolverPluginsWarning, warn
 from solver_plugins.integrations.steps import STEPS, read_steps, write_steps
 from solver_plugins.surgery import ConversionError, solver_report
@@ -26,6 +27,10 @@ class SolverCallback(TrainerCallback):
     ``trainer.state.log_history`` and in what the Trainer prints. The Trainer calls its trackers before callbacks that
     it is given; ``SolverCallback().add_to(trainer)`` comes before them.
 
+    Gates (``convert_model(..., gate=)``) need a learning rate of their own and no weight decay:
+    ``SolverCallback().add_to(trainer)`` gives them a group of the optimizer. Or pass the Trainer an optimizer made from
+    :func:`solver_plugins.param_groups`.
+
     Args:
         every_epoch: Whether to certify at the end of each epoch.
         every_steps: Certify every so many steps, too; None for not.
@@ -33,6 +38,7 @@ class SolverCallback(TrainerCallback):
             ``SolverBlock.certify_in_evaluation`` is off.
         tolerance: How far above the truth a certified constant may be.
         log: Whether to add to the logs.
+        gate_rate: The learning rate of gates over that of weights, with :meth:`add_to`.
 
     Raises:
         OptionError: If ``every_steps`` is not a positive number, or ``tolerance`` is not one.
@@ -45,24 +51,39 @@ class SolverCallback(TrainerCallback):
         before_evaluation: bool = True,
         tolerance: float = 0.1,
         log: bool = True,
+        gate_rate: float = 10.0,
     ) -> None:
         if every_steps is not None and (isinstance(every_steps, bool) or every_steps < 1):
             raise OptionError(f"Expected every_steps of 1 or more, or None; found {every_steps!r}.")
         if not 0 < tolerance < math.inf:
             raise OptionError(f"Expected a tolerance above zero; found {tolerance!r}.")
+        if not 0 < gate_rate < math.inf:
+            raise OptionError(f"Expected a gate_rate above zero; found {gate_rate!r}.")
         self.every_epoch = every_epoch
         self.every_steps = every_steps
         self.before_evaluation = before_evaluation
         self.tolerance = tolerance
         self.log = log
+        self.gate_rate = gate_rate
         self._certified_at: int | None = None
 
     def add_to(self, trainer: Any) -> Self:
-        """Adds the callback to a Trainer before its trackers, so that they see what it logs."""
+        """Adds the callback to a Trainer before its trackers, which then see what it logs, and gives gates a group."""
         callbacks = trainer.callback_handler.callbacks
         flow = next((i for i, other in enumerate(callbacks) if isinstance(other, DefaultFlowCallback)), -1)
         # Behind that one, which says whether a step is followed by an evaluation.
         callbacks.insert(flow + 1, self)
+        create = trainer.create_optimizer
+
+        @functools.wraps(create)
+        def create_optimizer(*args: Any, **kwargs: Any) -> Any:
+            given, made = trainer.optimizer, create(*args, **kwargs)
+            if given is None:
+                # Before a schedule is made for it, and before a checkpoint is loaded into it.
+                separate_gates(trainer.model, made, self.gate_rate)
+            return made
+
+        trainer.create_optimizer = create_optimizer
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -78,6 +99,7 @@ class SolverCallback(TrainerCallback):
                 "Convert it with solver_plugins.convert_model before the Trainer is made, or leave the callback out."
             )
         self._certified_at = None
+        _check_groups(model, kwargs.get("optimizer"))
         if state.global_step:
             self._resume(args, state, model)
 
@@ -136,6 +158,21 @@ class SolverCallback(TrainerCallback):
             "elsewhere, set TrainingArguments(resume_from_checkpoint=...).",
             SolverPluginsWarning,
         )
+
+
+def _check_groups(model: nn.Module, optimizer: Any) -> None:
+    """Warns where gates are trained as weights are."""
+    gates = {id(one) for one in gates_of(model).values()}
+    for group in getattr(optimizer, "param_groups", ()):
+        inside = [id(one) in gates for one in group["params"]]
+        if any(inside) and (group.get("weight_decay") or not all(inside)):
+            warn(
+                "The gates of this model are trained at the rate of its weights, with their weight decay. Add the "
+                "callback by SolverCallback().add_to(trainer), which gives them a group of their own, or pass the "
+                "Trainer an optimizer made from solver_plugins.param_groups(model, lr).",
+                SolverPluginsWarning,
+            )
+            return
 
 
 def _checkpoint(args: Any, state: Any) -> Path:

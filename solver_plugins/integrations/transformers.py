@@ -16,7 +16,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from solver_plugins.blocks import blocks_of
+from solver_plugins.blocks import blocks_of, gates_of
 from solver_plugins.equilibrium import DeepOptEq
 from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations.errors import LoadingError
@@ -103,7 +103,10 @@ def save_model(model: Any, folder: Path) -> None:
         save_weights(model, folder)
         return
     note_conversion(model)
-    model.save_pretrained(folder)
+    gates = gates_of(model)
+    # The weights are those of the plain model; gates are part of the conversion.
+    weights = {name: value for name, value in model.state_dict().items() if name not in gates} if gates else None
+    model.save_pretrained(folder, state_dict=weights)
 
 
 def load_converted(folder: Path, config: dict[str, Any]) -> nn.Module:

@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
+from solver_plugins.blocks import gates_of
 from solver_plugins.errors import InputError, WeightError
 from solver_plugins.integrations.errors import LoadingError, SavingError
 
@@ -16,12 +17,17 @@ WEIGHTS = "model.safetensors"
 def save_weights(model: nn.Module, folder: Path) -> None:
     """Writes a model's weights into a folder; a tensor under several names is written under the first.
 
+    Gates, which plain models do not have, are left out: they are part of the conversion.
+
     Raises:
         SavingError: If a weight has no values here (on the meta device, or sharded over processes).
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
+    gates = gates_of(model)
     for name, tensor in model.state_dict(keep_vars=True).items():
+        if name in gates:
+            continue
         if not isinstance(tensor, Tensor):
             raise SavingError(f"Expected tensors in the state dict; {name} is a {type(tensor).__name__}.")
         if tensor.is_meta or hasattr(tensor, "device_mesh"):

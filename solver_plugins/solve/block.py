@@ -11,7 +11,6 @@ from solver_plugins.errors import InputError, OptionError, ShapeError
 from solver_plugins.operators import LinearMap, LinearOperator, autocasts, product_dtype
 from solver_plugins.prox import IdentityPrior, Prior
 from solver_plugins.solve.base import Draws, SamplingSolver, Solver
-from solver_plugins.solve.checks import check_gate
 from solver_plugins.solve.collapse import Affine, Collapsed, applied, collapse, collapse_output, multiplied, scaled
 from solver_plugins.solve.implicit import solve_implicit
 from solver_plugins.solve.layout import is_matrix, symmetric_product
@@ -208,7 +207,6 @@ def solve_block(
         sampling = sampling and solver.thins(operator)
     draws = Draws(generator) if sampling else None
     if scale.gate is not None:
-        check_gate(solver, prior, scale.gate_kind or "scalar")
         problem = replace(problem, gate=scale.gate.to(problem.dtype))
     tensors = (operator.weight, operator.diagonal, problem.bias, scale.gate)
     recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)

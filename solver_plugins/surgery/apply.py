@@ -67,6 +67,7 @@ def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[s
             rows = (block.gain, block.shift)
             made.set_scale(*(None if row is None else torch.tensor(row, dtype=torch.float64) for row in rows))
             made.set_blend(block.blend)
+            made.set_gate(block.gate, None if block.gates is None else torch.tensor(block.gates))
             made.routed = block.routed
             if conversion.spec is not None:
                 vars(made)[_SPEC] = conversion.spec
@@ -140,6 +141,8 @@ def _record(name: str, block: SolverBlock, names: dict[int, str]) -> BlockRecord
         scope=scope,
         routed=block.routed,
         blend=1.0 if block.blend is None else float(block.blend),
+        gate=block.gate_kind,
+        gates=None if block.gate is None or not bool(block.gate.any()) else tuple(block.gate.tolist()),
         gain=None if block.channel_gain is None else tuple(block.channel_gain.tolist()),
         shift=None if block.channel_shift is None else tuple(block.channel_shift.tolist()),
     )
@@ -207,7 +210,7 @@ def restore_plain(model: nn.Module, chosen: Container[SolverBlock] | None = None
         if chosen is None or module in chosen:
             vars(module).pop(_SPEC, None)
             vars(module).pop(_START, None)
-    found = restore(model, chosen)
+    found = restore(model) if chosen is None else restore(model, chosen)
     if not any(block.solver.samples != "nothing" for block in blocks_of(model).values()):
         give_back(model)
     if found and not blocks_of(model):

@@ -38,6 +38,10 @@ class BlockRecord(StrictConfig):
     )
     routed: bool = Field(False, description="Whether the block undoes a dropout that serves other layers, too.")
     blend: float = Field(1.0, ge=0, le=1, description="How much of the solver there is.")
+    gate: Literal["channel", "scalar"] | None = Field(
+        None, description="Which gate there is: one per output feature, or one."
+    )
+    gates: tuple[float, ...] | None = Field(None, description="Its numbers; null for a closed one.")
     gain: tuple[float, ...] | None = Field(None, description="Calibrated factors, one per output feature.")
     shift: tuple[float, ...] | None = Field(None, description="What is added to them, one per output feature.")
 

@@ -30,6 +30,7 @@ def convert_model(
     nonprox: Literal["keep", "skip"] = DEFAULTS.nonprox,
     last: bool | None = DEFAULTS.last,
     blend: float = DEFAULTS.blend,
+    gate: Literal["channel", "scalar"] | None = DEFAULTS.gate,
     calibrate: Iterable[Any] | None = None,
     example_inputs: Any = None,
     inplace: bool = True,
@@ -56,6 +57,9 @@ def convert_model(
         blend: ``a`` in ``(1 - a) v_1 + a v_K``: 0 is the original network, 1 the solver. A pretrained network starts
             finetuning close to where it was with a small blend, or calibrated; see :func:`solver_plugins.set_blend` for
             a schedule.
+        gate: "channel" or "scalar" gives every block a trained Parameter in [0, 1], one number per output channel or
+            one, which is zero at first: the converted model starts as the original network, to the bit, and training
+            opens the solvers. See :func:`solver_plugins.param_groups` for its learning rate.
         calibrate: A few batches on which the blocks get the scale that their layers had, as by
             :func:`solver_plugins.calibrate`. Where a spec says how many, no more of them are used.
         example_inputs: A tensor, tuple or mapping for the recorded forward pass.
@@ -78,7 +82,7 @@ def convert_model(
         raise OptionError(f"Expected inplace to be True or False; found {inplace!r}.")
     given = {
         "iters": iters, "targets": targets, "exclude": exclude, "pattern": pattern, "p": p, "nonprox": nonprox,
-        "last": last, "blend": blend, **options,
+        "last": last, "blend": blend, "gate": gate, **options,
     }  # fmt: skip
     spec = ConversionSpec.of(solver, given, near=("calibrate", "example_inputs", "inplace"))
     spec, batches = _with_batches(spec, calibrate)

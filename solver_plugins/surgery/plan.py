@@ -5,8 +5,9 @@ from typing import Any
 
 from torch import nn
 
+from solver_plugins.errors import OptionError
 from solver_plugins.prox import Prior
-from solver_plugins.solve import Solver
+from solver_plugins.solve import Solver, check_gate
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.model_config import refuse_quantized
@@ -96,17 +97,24 @@ def _record(one: Chosen, spec: ConversionSpec, routed: bool, scope: str | None) 
     activation, role = block.activation, _role(block)
     # A prior with parameters reads its module (PReLU): that of the model which is converted, maybe a copy.
     reads = block.prior.learnable and activation is not None
+    solver = spec.make_solver(one.p)
+    if spec.gate is not None:
+        try:
+            check_gate(solver, block.prior, spec.gate)
+        except OptionError as error:
+            raise OptionError(f"{block.name}: {error}") from None
     return record_block(
         block.name,
         block.outlet_name,
         role,
-        spec.make_solver(one.p),
+        solver,
         block.prior,
         partner=activation.name if reads and activation is not None else None,
         norm=block.norm.name if block.norm is not None and role == "activation" else None,
         scope=scope,
         routed=routed,
         blend=spec.blend,
+        gate=spec.gate,
     )
 
 

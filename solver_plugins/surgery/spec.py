@@ -17,8 +17,9 @@ from solver_plugins.blocks.calibration import read_batches
 from solver_plugins.blocks.scale import check_blend
 from solver_plugins.config import InvalidOptionsError, OptionProblem, StrictConfig, unknown_option
 from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.prox import IdentityPrior
 from solver_plugins.registry import DEFAULT_SOLVER, SOLVERS
-from solver_plugins.solve import RateConfig, Solver, SolverConfig
+from solver_plugins.solve import RateConfig, Solver, SolverConfig, check_gate
 from solver_plugins.surgery.errors import option
 from solver_plugins.surgery.parts import PATTERNS, Samples
 from solver_plugins.surgery.targets import read_targets
@@ -47,6 +48,9 @@ class ConversionSpec(StrictConfig):
     )
     last: bool | None = Field(None, description="Always, or never, convert the classifier.")
     blend: float = Field(1.0, description="0 is the original network, 1 the solver.")
+    gate: Literal["channel", "scalar"] | None = Field(
+        None, description="A trained gate, closed at first, per output 'channel' or one ('scalar'); null for none."
+    )
     calibrate: int | None = Field(
         None, ge=1, description="On how many batches the blocks get the scale that their layers had."
     )
@@ -162,7 +166,10 @@ class ConversionSpec(StrictConfig):
             raise InvalidOptionsError(
                 "", [unknown_option(str(name), [type(self), made.Config], near) for name in unknown]
             )
-        made.from_options(iters=self.iters, **self.args)
+        solver = made.from_options(iters=self.iters, **self.args)
+        if self.gate is not None:
+            # What depends on the prior of a block is checked when blocks are known.
+            check_gate(solver, IdentityPrior(), self.gate)
         if self.p is not None and self.samples == "nothing":
             raise OptionError(f"A deterministic solver draws nothing, so {option('p')} has no meaning for it; drop it.")
         return self

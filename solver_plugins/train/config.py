@@ -83,6 +83,22 @@ class RegularizerSection(StrictConfig):
     classifier: str | None = Field(None, description="Name of the last layer, where it is not found by itself.")
 
 
+class _Ramp(StrictConfig):
+    to: float = Field(ge=0, le=1, description="At the end of these epochs, and from then on.")
+    epochs: float = Field(gt=0, description="Over this many epochs, the first ones.")
+
+    def at(self, epoch: float) -> float:
+        """Returns the number after this many epochs."""
+        start: float = getattr(self, "from")
+        return start + (self.to - start) * min(1.0, epoch / self.epochs)
+
+
+# "from" is a word of Python, which no field in the body of a class can be called.
+_FROM: Any = {"from": (float, Field(ge=0, le=1, description="At the start; 0 is the original network."))}
+_ABOUT = "How much of the solver there is, where that changes evenly: {from: 0, to: 0.3, epochs: 2}."
+BlendSection: Any = pydantic.create_model("BlendSection", __base__=_Ramp, __doc__=_ABOUT, __module__=__name__, **_FROM)
+
+
 class DataSection(StrictConfig):
     """Where the examples come from."""
 
@@ -125,6 +141,9 @@ class OptimizerSection(StrictConfig):
     weight_decay: float = Field(0.05, ge=0, description="Weight decay, not on biases and norms.")
     momentum: float = Field(0.9, ge=0, lt=1, description="For optimisers that have one.")
     layer_decay: float | None = Field(None, gt=0, le=1, description="Factor on the learning rate per layer downwards.")
+    gate_rate: float = Field(
+        10.0, gt=0, description="Learning rate of gates (solver.gate) over that of weights; they are never decayed."
+    )
     clip: float | None = Field(None, gt=0, description="Largest norm of all gradients together.")
     args: dict[str, Any] = Field({}, description="Further arguments of the optimiser, such as betas.")
 
@@ -211,6 +230,7 @@ class FinetuneConfig(StrictConfig):
     solver: ConversionSpec | None = Field(
         None, description="What its layers become, or {name: proxprop, ...}; null for none."
     )
+    blend: BlendSection | None = Field(None, description="In place of a solver.blend that stays.")
     proxprop: ProxPropSection | None = Field(
         None, description="Implicit weight steps, by themselves or together with a solver; null for none."
     )
@@ -282,6 +302,17 @@ class FinetuneConfig(StrictConfig):
             )
         return {**options, "solver": None, "proxprop": own}
 
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _scheduled_blend(cls, options: Any) -> Any:
+        """Reads ``solver: {blend: {from: 0, ...}}`` as the section ``blend``: it is no part of a conversion."""
+        solver = options.get("solver") if isinstance(options, Mapping) else None
+        if not isinstance(solver, Mapping) or not isinstance(solver.get("blend"), Mapping):
+            return options
+        if options.get("blend") is not None:
+            raise ValueError("expected a schedule as solver.blend or as blend; found both")
+        return {**options, "solver": {**solver, "blend": 1.0}, "blend": solver["blend"]}
+
     @pydantic.field_serializer("solver", mode="wrap")
     def _name_of_solver(self, solver: Any, write: pydantic.SerializerFunctionWrapHandler) -> Any:
         """Writes the solver's name as the key that configs use, so that ``solver.name=fista`` replaces it."""
@@ -301,6 +332,8 @@ class FinetuneConfig(StrictConfig):
             raise ValueError(
                 "expected a solver, proxprop, a head or a regularizer; write solver: null for the plain model"
             )
+        if self.blend is not None and (self.solver is None or self.solver.blend != 1):
+            raise ValueError("expected the schedule blend beside a solver, and without a solver.blend of its own")
         for name, value in (("refresh", self.refresh), ("checkpoints.every", self.checkpoints.every)):
             if value != "epoch" and value < 1:
                 raise ValueError(f"expected {name} to be 'epoch' or at least one step; found {value}")

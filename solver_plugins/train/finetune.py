@@ -12,7 +12,7 @@ from timm.utils.model_ema import ModelEmaV3
 from torch import nn
 from tqdm.auto import tqdm
 
-from solver_plugins.blocks import blocks_of
+from solver_plugins.blocks import blocks_of, set_blend
 from solver_plugins.errors import OptionError, SolverPluginsError
 from solver_plugins.train import outputs
 from solver_plugins.train.additions import Additions
@@ -142,6 +142,9 @@ class FinetunedArm:
                 "unfreeze needs a single process: DDP and FSDP share the gradients of the Parameters that are trained "
                 "from the start. Leave it out, or train in two runs."
             )
+        if config.blend is not None and blocks_of(model):
+            # Not one, which would leave the blocks, and a checkpoint of them, without a number to change.
+            set_blend(model, 0.0)
         self.skeleton = skeleton_of(model, accelerator)
         self.solving = bool(blocks_of(model))
         self.ema = self._average(model)
@@ -182,7 +185,7 @@ class FinetunedArm:
         return ModelEmaV3(model, decay=self.config.ema.decay, use_warmup=self.config.ema.warmup)
 
     def _after_step(self, steps: int) -> list[Action]:
-        actions: list[Action] = []
+        actions: list[Action] = [] if self.config.blend is None else [lambda loop: self._blend()]
         if (ema := self.ema) is not None:
             actions.append(lambda loop: ema.update(loop.inner, step=loop.progress.step))
         if self.solving:
@@ -191,6 +194,15 @@ class FinetunedArm:
         if isinstance(every := self.config.checkpoints.every, int):
             actions.append(lambda loop: None if loop.progress.step % every else self._save())
         return actions
+
+    def _blend(self, epoch: int | None = None) -> None:
+        """Sets the blend of this moment, or of the end of an epoch, in every copy of the model."""
+        if self.config.blend is None or not self.solving:
+            return
+        share = self.config.blend.at(self.loop.progress.step / self.loop.batches.steps if epoch is None else epoch)
+        for model in (self.loop.inner, self.skeleton, None if self.ema is None else self.ema.module):
+            if model is not None:
+                set_blend(model, share)
 
     def train(self, resume: bool) -> dict[str, Any]:
         """Trains, evaluates and exports the model, if asked to from its last intact checkpoint.
@@ -209,12 +221,14 @@ class FinetunedArm:
         set_seed(self.config.seed, device_specific=True)
         if resume:
             self._resume()
+        self._blend()
         self._write_rows()
         for note in self.notes if not progress.step else ():
             self._say(f"{self.name}: {note}.")
         self.loop.run()
         averaged = self.loop.inner if self.ema is None else self.ema.module
         best_epoch = self.best.restore(averaged, progress.rows)
+        self._blend(best_epoch)
         scores = self._scores("final", self.config.trials)
         model, place = averaged, self.folder / outputs.MODEL
         weights = None if self.skeleton is None else accelerator.get_state_dict(self.loop.model)

@@ -8,6 +8,7 @@ from timm.optim import create_optimizer_v2, list_optimizers  # type: ignore[attr
 from timm.scheduler.scheduler_factory import create_scheduler_v2
 from torch import nn
 
+from solver_plugins.blocks import separate_gates
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.train.config import OptimizerSection, ScheduleSection
 
@@ -48,6 +49,7 @@ def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Opt
         raise OptionError(
             f"timm cannot make the optimizer {section.opt!r} with {section.args}: {error}.{near}"
         ) from error
+    separate_gates(model, made, section.gate_rate)
     return made
 
 

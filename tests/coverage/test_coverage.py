@@ -18,6 +18,7 @@ from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import apply as applying
 from tests.coverage import checks, passes, run, same, table, transformers_models, weights
 from tests.coverage.__main__ import main
+from tests.coverage.merging import merged
 from tests.coverage.reference import solve
 from tests.coverage.result import CHECKS, Case, Row
 from tests.coverage.run import Limits, Task, run_task
@@ -34,6 +35,14 @@ def test_sample(task):
     assert row.failures == {}
     assert row.blocks
     assert set(row.passed) == set(CHECKS)
+
+
+@pytest.mark.parametrize("name", ["test_vit", "test_convnext", "mixer_s32_224", "GPT2ForSequenceClassification"])
+@pytest.mark.filterwarnings("ignore")
+def test_affine_blocks_merge(name):
+    """All others by ``python -m tests.coverage.merging --all``."""
+    some, count, _ = merged(next(task for task in SAMPLE if task.name == name))
+    assert 0 < some <= count
 
 
 def test_the_sample_is_as_large_as_promised():

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import solver_plugins
-from solver_plugins import SolverCallback, conversion_of, convert_model, load
+from solver_plugins import SolverCallback, conversion_of, convert_model, gates_of, load
 from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import OptionError, SolverPluginsWarning
 from solver_plugins.integrations import LoadingError
@@ -105,6 +105,32 @@ def test_a_checkpoint_that_was_moved(tmp_path):
     resumed = trainer("bert", tmp_path / "other", resume_from_checkpoint=str(moved))
     resumed.train(resume_from_checkpoint=str(moved))
     assert same(resumed.model.state_dict(), whole.model.state_dict())
+
+
+def test_gates_have_a_group_of_their_own_also_in_a_run_that_is_resumed(tmp_path):
+    def made():
+        torch.manual_seed(0)
+        return convert_model(hugging_face_model("bert"), "proxgd", 3, pattern="all", gate="channel", last=False)
+
+    def run(resume=None):
+        bert = trainer("bert", tmp_path / "run", made(), weight_decay=0.1)
+        bert.remove_callback(SolverCallback)
+        SolverCallback(gate_rate=5).add_to(bert)
+        bert.train(resume_from_checkpoint=resume)
+        return bert
+
+    whole = run()
+    groups = whole.optimizer.param_groups
+    gates = gates_of(whole.model)
+    assert {id(one) for one in groups[-1]["params"]} == {id(one) for one in gates.values()}
+    assert groups[-1]["weight_decay"] == 0 and groups[-1]["initial_lr"] == 5 * groups[0]["initial_lr"]
+    assert any(bool((gate > 0).any()) for gate in gates.values())
+    again = run(str(tmp_path / "run" / "checkpoint-3"))
+    expected = whole.model.state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in again.model.state_dict().items())
+    alone = trainer("bert", tmp_path / "alone", made(), max_steps=1, save_strategy="no")
+    with pytest.warns(SolverPluginsWarning, match="add_to"):
+        alone.train()
 
 
 def test_when_steps_are_certified(tmp_path, monkeypatch):
