@@ -25,6 +25,8 @@ CONVERGED = 1e-3
 """Relative residual at which a solve counts as converged."""
 RISE = 1e-4
 """How much an objective may rise by rounding alone, relative."""
+FAR_APART = 1.5
+"""A block whose constant in training is off that of evaluation by more than this factor is reported."""
 LARGE_SCALE = 3.0
 """A block whose output is larger or smaller by more than this factor is reported."""
 
@@ -58,6 +60,8 @@ class BlockStatus:
         last_residual: Relative size of a further step, the largest of the batch.
         scale: Standard deviation of the block's output over that of the plain layers' output.
         verdict: "converged", "descends", "rises", "not finite", "one step", or "not called".
+        of_evaluation: The constant of this pass over that of evaluation, for a block behind a norm. In training a
+            BatchNorm has the scales of the batch; far from one, the block is another function in evaluation.
     """
 
     name: str
@@ -82,6 +86,7 @@ class BlockStatus:
     scale: float | None = None
     verdict: str | None = None
     effective_rate: float | None = None
+    of_evaluation: float | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -113,6 +118,13 @@ class SolverReport(Printable):
         names = [name for name, factor in factors.items() if not 1 / LARGE_SCALE <= factor <= LARGE_SCALE]
         if names:
             lines.append(f"{_some(names)}: more than {LARGE_SCALE:g}x off, {CHANGES_SCALE}")
+        ratios = {block.name: block.of_evaluation for block in self.blocks if block.of_evaluation is not None}
+        names = [name for name, ratio in ratios.items() if not 1 / FAR_APART <= ratio <= FAR_APART]
+        if names:
+            lines.append(
+                f"{_some(names)}: the batch's own scales give a constant over {FAR_APART:g}x off that of evaluation, "
+                "where the solver is then another one; train on, or use larger batches, until running statistics settle"
+            )
         names = [block.name for block in self.blocks if block.verdict == "not called"]
         if names:
             lines.append(f"{_some(names)}: not called in this pass")
@@ -175,7 +187,7 @@ def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
         rows = [_row(name, block, names) for name, block in found.items()]
     if batch is not None:
         seen = watch_pass(model, batch)
-        rows = [_with_solves(row, seen[row.name]) for row in rows]
+        rows = [_with_solves(row, found[row.name]._reference() is not None, seen[row.name]) for row in rows]
     return SolverReport(type(model).__name__, model.training, tuple(rows))
 
 
@@ -216,7 +228,7 @@ def _step(block: SolverBlock, kernel: Tensor) -> float:
     return 1 / float(block.solver.smoothness(operator, block.L))
 
 
-def _with_solves(row: BlockStatus, seen: list[Seen]) -> BlockStatus:
+def _with_solves(row: BlockStatus, behind_norm: bool, seen: list[Seen]) -> BlockStatus:
     if not seen:
         return replace(row, calls=0, verdict="not called")
     worst = max(seen, key=lambda one: one.residual if math.isfinite(one.residual) else math.inf)
@@ -229,6 +241,7 @@ def _with_solves(row: BlockStatus, seen: list[Seen]) -> BlockStatus:
         last_residual=worst.residual,
         scale=worst.scale / worst.plain_scale if worst.plain_scale else None,
         verdict=_verdict(row, worst),
+        of_evaluation=worst.smoothness * row.step if row.step and behind_norm else None,
         effective_rate=seen[0].effective_rate,
     )
 
@@ -282,9 +295,12 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     if passed:
         columns["objective"] = [_objective(block, roomy) for block in blocks]
         columns["residual"] = [number(block.last_residual, 2) for block in blocks]
+        if any(block.of_evaluation is not None for block in blocks):
+            columns["L / eval"] = [number(block.of_evaluation, 2) for block in blocks]
         columns["scale"] = ["" if block.scale is None else f"{number(block.scale)}x" for block in blocks]
         columns["verdict"] = [block.verdict or "" for block in blocks]
     right = {"L", "step", "drift", "blend", "gain", "like p", "implicit residual", "objective", "residual", "scale"}
+    right.add("L / eval")
     table = plain_table(list(columns), right)
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)

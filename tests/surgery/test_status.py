@@ -219,3 +219,16 @@ def test_bad_input():
     with pytest.raises(RecordError, match="found int"):
         solver_report(model, 3)
     assert any(isinstance(module, SolverBlock) for module in model.modules())
+
+
+def test_how_far_training_and_evaluation_are_apart():
+    """Behind a BatchNorm: the constant of the batch's own scales over that of the running ones."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    x = torch.randn(8, 3, 8, 8)
+    model = convert_model(net, "proxgd", 3, pattern="all", example_inputs=x)
+    (apart,) = (block.of_evaluation for block in solver_report(model.eval(), x).blocks)
+    assert apart == pytest.approx(1, rel=1e-4)
+    report = solver_report(model.train(), x)
+    assert report.blocks[0].of_evaluation > 1.5
+    assert any("off that of evaluation" in line for line in report.warnings) and "L / eval" in str(report)
