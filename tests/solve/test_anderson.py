@@ -58,7 +58,7 @@ def trained_layer(n1: int, n2: int) -> tuple[nn.Linear, torch.Tensor]:
 
 @pytest.mark.parametrize(("n1", "n2"), [(400, 120), (120, 84), (64, 128), (32, 128)])
 def test_gradients_do_not_outgrow_those_of_fista(n1, n2):
-    """What made training diverge: derivatives of the mixtures' weights, up to a hundred times the gradient of proxgd.
+    """Without derivatives of the mixtures' weights, which are up to a hundred times the gradient of proxgd.
 
     Fista takes as large steps towards the same minimiser, so its gradients are the measure: per sample, twice as large
     at most in the median, four times for any sample.
