@@ -28,6 +28,9 @@ def inspect(
     lipschitz: Annotated[
         bool, typer.Option("--lipschitz/--no-lipschitz", help="Compute the certified constants.")
     ] = True,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Say which layers are worth converting, their cost, and if they merge.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
     figure: Annotated[
         Path | None, typer.Option(help="Draw the blocks along the depth of the network (.png, .pdf, .svg).")
@@ -51,7 +54,9 @@ def inspect(
             _show(solver_report(made), as_json)
             return
         # A bar needs a terminal, which inspect_model asks for; beside JSON in a pipe it would only be noise.
-        report = inspect_model(made, spec, lipschitz=lipschitz, progress=not as_json or sys.stdout.isatty())
+        report = inspect_model(
+            made, spec, lipschitz=lipschitz, progress=not as_json or sys.stdout.isatty(), suggest=suggest
+        )
         _show(report, as_json)
         if figure is not None:
             draw_report(report, figure, model)

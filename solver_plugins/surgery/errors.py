@@ -40,12 +40,15 @@ def speaking(place: Place) -> Iterator[None]:
 
 def option(name: str, value: object = None) -> str:
     """Returns an option as the user writes it: ``p=0.5``, ``--p 0.5`` or ``solver.p=0.5``."""
-    place = _PLACE.get()
+    place, values = _PLACE.get(), value if isinstance(value, list) else [value]
     if place == "command line":
-        flag = f"--{name.replace('_', '-')}"
-        return flag if value is None else f"{flag} {value}"
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            return f"--{'' if value else 'no-'}{name}"
+        return " ".join(f"--{name}" if one is None else f"--{name} {one}" for one in values)
     if place == "config":
-        return f"solver.{name}" if value is None else f"solver.{name}={value}"
+        text = f"[{', '.join(map(str, values))}]" if isinstance(value, list) else str(value)
+        return f"solver.{name}" if value is None else f"solver.{name}={text}"
     return f"{name}=" if value is None else f"{name}={value!r}"
 
 
@@ -56,6 +59,13 @@ def listing() -> str:
         "command line": "--suggest lists them",
         "config": "solver-plugins inspect MODEL --suggest lists them",
     }[_PLACE.get()]
+
+
+def changes_scale() -> str:
+    """Returns the advice about norm and skip patterns, where every further iteration makes activations larger."""
+    python = _PLACE.get() == "python"
+    calibrate = "calibrate(model, batches)" if python else option("calibrate")
+    return f"changes the network's scale: use {calibrate} or {option('blend')}"
 
 
 @contextlib.contextmanager

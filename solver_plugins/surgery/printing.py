@@ -19,6 +19,8 @@ PIPE = 100
 """Columns if there is no terminal: in a notebook, or a log file."""
 ROOMY = 110
 """A table of at least this width has all columns."""
+FIRST = 24
+"""The least width of the first column."""
 
 
 class Printable:
@@ -76,7 +78,14 @@ def plain_table(headings: Sequence[str], right: Iterable[str]) -> "Table":
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if heading in right else "left", overflow="fold", no_wrap=place > 0)
+        table.add_column(
+            heading,
+            justify="right" if heading in right else "left",
+            overflow="fold",
+            no_wrap=place > 0,
+            # rich takes from the first column alone what a terminal lacks: a name must not vanish.
+            min_width=None if place else FIRST,
+        )
     return table
 
 

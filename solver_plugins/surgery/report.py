@@ -12,8 +12,8 @@ from solver_plugins.blocks.fold import reference_diagonal
 from solver_plugins.operators import kernel_of, lipschitz_constant, operator_for
 from solver_plugins.solve import SamplingSolver, Solver, working_dtype
 from solver_plugins.solve.paths import gram_from, path_for, solve_size
-from solver_plugins.surgery.cost import cost_of, plain_flops
-from solver_plugins.surgery.errors import naming
+from solver_plugins.surgery.cost import plain_flops
+from solver_plugins.surgery.errors import changes_scale, naming
 from solver_plugins.surgery.inputs import BATCH, read_inputs
 from solver_plugins.surgery.parts import Block
 from solver_plugins.surgery.plan import Plan, plan_conversion
@@ -32,13 +32,20 @@ from solver_plugins.surgery.printing import (
 )
 from solver_plugins.surgery.select import Chosen
 from solver_plugins.surgery.spec import DEFAULTS, ConversionSpec
+from solver_plugins.surgery.suggest import Suggestion, block_cost, suggestions_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-CHANGES_SCALE = "changes the network's scale: use calibrate(model, batches) or blend="
-"""The advice about norm and skip patterns, where every further iteration makes the activations larger."""
 SCALE_PATTERNS = ("linear-norm-act", "linear-norm-skip-act", "linear-skip-act")
+COLUMNS = {
+    "p, tau": "p, tau: the rate, and how many features are drawn at it.",
+    "L": "L: a certified bound on the largest eigenvalue of A A^T, which the step is made from.",
+    "FLOPs": "FLOPs: of a forward pass in training, per sample.",
+    "cost": "cost: the same in units of the plain layer.",
+    "path": "path: how iterates are computed.",
+}
+"""What the columns of the table mean, and the words under a layer's name."""
 MANY_ROWS = 40
 """With more blocks than this, layers that repeat share a line."""
 
@@ -104,12 +111,14 @@ class Report(Printable):
         spec: What was asked for.
         rows: One per linear layer, in the order of the model.
         warnings: What to know before converting.
+        suggestions: Which layers are worth converting, where that was asked for.
     """
 
     model: str
     spec: ConversionSpec
     rows: tuple[LayerRow, ...]
     warnings: tuple[str, ...] = ()
+    suggestions: tuple[Suggestion, ...] = ()
 
     @property
     def solver(self) -> str:
@@ -154,6 +163,7 @@ class Report(Printable):
             "blocks": [asdict(row) for row in self.rows],
             "totals": self.totals,
             "warnings": list(self.warnings),
+            "suggestions": [asdict(one) for one in self.suggestions],
         }
 
     def headline(self) -> str:
@@ -168,7 +178,10 @@ class Report(Printable):
         shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
         if self.converted:
             shown += [_table(self.converted, width), sentence(""), sentence(self._total_line())]
+            shown.append(sentence(_explained(self.converted), "dim"))
         shown += [sentence(f"Warning: {text}", "yellow") for text in self.warnings]
+        if self.suggestions:
+            shown += _suggested(self.suggestions)
         left: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if not row.converted:
@@ -198,6 +211,7 @@ def inspect_model(
     example_inputs: Any = None,
     lipschitz: bool = True,
     progress: bool = False,
+    suggest: bool = False,
     **options: Any,
 ) -> Report:
     """Says what :func:`convert_model` would do, and leaves the model alone.
@@ -209,10 +223,13 @@ def inspect_model(
         example_inputs: A tensor, tuple or mapping for the recorded forward pass.
         lipschitz: Whether to compute the certified constants, which takes a while for large layers.
         progress: Whether to show a progress bar on a terminal.
+        suggest: Whether to say which layers are worth converting, what they cost, and whether they can be merged.
         **options: The other arguments of :func:`convert_model`. Errors are the same, but a model in which nothing
             would be converted gives a report that says so.
     """
-    spec = ConversionSpec.of(solver, {"iters": iters, **options}, near=("example_inputs", "lipschitz", "progress"))
+    spec = ConversionSpec.of(
+        solver, {"iters": iters, **options}, near=("example_inputs", "lipschitz", "progress", "suggest")
+    )
     plan = plan_conversion(model, spec, example_inputs)
     chosen = {one.block.name: one for one in plan.selection.chosen}
     batch = _batch_of(example_inputs)
@@ -225,12 +242,13 @@ def inspect_model(
         rows.append(_left_row(plan, block, batch) if one is None else _chosen_row(plan, one, lipschitz, batch))
     unbounded = spec.iters > 1 and spec.blend == 1 and spec.calibrate is None
     scaled = {row.name for row in rows if row.converted and row.pattern in SCALE_PATTERNS and unbounded}
-    rows = [_with_note(row, CHANGES_SCALE) if row.name in scaled else row for row in rows]
+    rows = [_with_note(row, changes_scale()) if row.name in scaled else row for row in rows]
     warnings = [plan.selection.warning] if plan.selection.warning is not None else []
     if scaled:
         what = f"{len(scaled)} block{'s' if len(scaled) > 1 else ''} behind a norm or a skip"
-        warnings.append(f"{what}, iters={spec.iters}: {CHANGES_SCALE}")
-    return Report(type(model).__name__, spec, tuple(rows), tuple(warnings))
+        warnings.append(f"{what}, iters={spec.iters}: {changes_scale()}")
+    found = suggestions_for(plan) if suggest else ()
+    return Report(type(model).__name__, spec, tuple(rows), tuple(warnings), found)
 
 
 def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> LayerRow:
@@ -245,14 +263,7 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> LayerRo
         tau = solver.tau(shape[_feature_dim(block)])
     with naming(block.name):
         constant, step = _constant_and_step(block, solver) if lipschitz else (None, None)
-    cost = cost_of(
-        block.module,
-        block.input_shape,
-        solver,
-        block.prior,
-        behind=block.outlet != "linear",
-        normed=block.norm is not None,
-    )
+    cost = block_cost(block, solver)
     calls = max(1, len(block.calls))
     path, from_batch = _path(block, solver, batch)
     made = replace(
@@ -335,11 +346,11 @@ def _feature_dim(block: Block) -> int:
 
 
 def _table(rows: list[LayerRow], width: int) -> "RenderableType":
+    """Returns the table of blocks; in narrow terminals pattern, prior and path stand below the layer's name."""
     roomy = width >= ROOMY
-    sampled = any(row.tau is not None for row in rows)
-    headings = ["layer", "pattern", *(["shape"] if roomy else []), *(["p, tau"] if sampled else []), "prior", "path"]
-    certified = any(row.L is not None for row in rows)
-    figures = [*(["L", "step"] if certified else []), "FLOPs", "cost"]
+    sampled, certified = any(row.tau is not None for row in rows), any(row.L is not None for row in rows)
+    headings = ["layer", *(["pattern", "shape", "prior", "path"] if roomy else []), *(["p, tau"] if sampled else [])]
+    figures = [*(["L", "step"] if certified and roomy else ["L"] if certified else []), "FLOPs", "cost"]
     table = plain_table([*headings, *figures], figures)
     groups: dict[Any, list[LayerRow]] = {}
     for row in rows:
@@ -348,14 +359,37 @@ def _table(rows: list[LayerRow], width: int) -> "RenderableType":
     for first, *others in groups.values():
         members = [first, *others]
         name = f"{common_name([row.name for row in members])} ({len(members)} layers)" if others else first.name
-        cells = [name, first.pattern]
-        if roomy:
-            cells.append(f"{size(first.input_shape)} → {size(first.output_shape)}")
+        kind = [
+            first.pattern,
+            f"{size(first.input_shape)} → {size(first.output_shape)}",
+            first.prior or "",
+            first.path or "",
+        ]
+        cells = [name, *kind] if roomy else [f"{name}\n  {', '.join(filter(None, (kind[0], *kind[2:])))}"]
         if sampled:
             cells.append(rate(first.p, first.tau))
-        cells += [first.prior or "", first.path or ""]
         if certified:
-            cells += [spread(row.L for row in members), spread(row.step for row in members)]
+            cells += [spread(row.L for row in members), *([spread(row.step for row in members)] if roomy else [])]
         cells += [amount(sum(row.flops or 0 for row in members)), f"{number(first.cost)}x"]
         table.add_row(*cells)
     return table
+
+
+def _explained(rows: list[LayerRow]) -> str:
+    """Returns what the columns of a table mean."""
+    without = {"p, tau": all(row.tau is None for row in rows), "L": all(row.L is None for row in rows)}
+    return " ".join(text for heading, text in COLUMNS.items() if not without.get(heading))
+
+
+def _suggested(suggestions: tuple[Suggestion, ...]) -> "list[RenderableType]":
+    shown = [sentence("Worth converting (cost of these layers alone, in training and in evaluation):", "bold")]
+    for one in suggestions:
+        kinds = dict.fromkeys(map(without_numbers, one.layers))
+        names = ", ".join(list(kinds)[:4]) + (f" and {len(kinds) - 4} more" if len(kinds) > 4 else "")
+        merging = "can be merged into plain layers" if one.merges else "stays a solver"
+        shown += [
+            sentence(f"{len(one.layers)} x {names}", indent=2),
+            sentence(f"{number(one.training)}x and {number(one.evaluation)}x; {merging}; {one.why}", "dim", indent=4),
+            sentence(f"{one.ask()}", "cyan", indent=4),
+        ]
+    return shown

@@ -12,9 +12,8 @@ from solver_plugins.blocks import SolverBlock, blocks_of
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_from_kernel
 from solver_plugins.solve import SamplingSolver
-from solver_plugins.surgery.errors import ConversionError
+from solver_plugins.surgery.errors import ConversionError, changes_scale
 from solver_plugins.surgery.printing import ROOMY, Printable, number, plain_table, rate, sentence
-from solver_plugins.surgery.report import CHANGES_SCALE
 from solver_plugins.surgery.untouched import left_as_it_was
 from solver_plugins.surgery.watch import Seen, watch_pass
 
@@ -117,7 +116,7 @@ class SolverReport(Printable):
         factors = {block.name: block.scale for block in self.blocks if block.scale is not None}
         names = [name for name, factor in factors.items() if not 1 / LARGE_SCALE <= factor <= LARGE_SCALE]
         if names:
-            lines.append(f"{_some(names)}: more than {LARGE_SCALE:g}x off, {CHANGES_SCALE}")
+            lines.append(f"{_some(names)}: more than {LARGE_SCALE:g}x off, {changes_scale()}")
         ratios = {block.name: block.of_evaluation for block in self.blocks if block.of_evaluation is not None}
         names = [name for name, ratio in ratios.items() if not 1 / FAR_APART <= ratio <= FAR_APART]
         if names:
