@@ -14,8 +14,7 @@ WIDTHS = (60, 80, 100, 150)
 
 
 @pytest.mark.filterwarnings("ignore::solver_plugins.errors.SolverPluginsWarning")
-@pytest.mark.parametrize("solver", ["proxsg", "proxgd"])
-@pytest.mark.parametrize("name", ["test_resnet", "test_vit"])
+@pytest.mark.parametrize(("name", "solver"), [("test_resnet", "proxgd"), ("test_vit", "proxsg")])
 def test_the_options_convert_what_they_say(name: str, solver: str) -> None:
     model = timm.create_model(name, num_classes=5)
     report = inspect_model(model, solver, 3, lipschitz=False, suggest=True)
