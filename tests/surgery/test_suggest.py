@@ -10,7 +10,7 @@ from solver_plugins.blocks import blocks_of
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import speaking
 
-WIDTHS = (60, 80, 100, 150)
+WIDTHS = (80, 100, 150)
 
 
 @pytest.mark.filterwarnings("ignore::solver_plugins.errors.SolverPluginsWarning")
