@@ -47,7 +47,7 @@ def test_the_table_is_readable_in_every_width(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("COLUMNS", str(width))
         lines = str(report).splitlines()
         assert max(map(len, lines)) <= width
-        for name in ("conv1", "layer1.*.conv1 (3 layers)", "layer2.0.downsample.0", "fc"):
+        for name in ("conv1", "layer1.*.conv2 (3 layers)", "layer2.0.downsample.0", "fc"):
             assert any(line.startswith(f"{name} ") or line == name for line in lines), (width, name)
         text = " ".join(str(report).split())
         assert "cost: the same in units of the plain layer" in text and "linear-norm-skip-act" in text
