@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     )
     from solver_plugins.equilibrium import DeepOptEq, OptEqLayer
     from solver_plugins.integrations import load, save
+    from solver_plugins.integrations.export import export_model
     from solver_plugins.integrations.heads import attach_opteq_head, remove_opteq_head
     from solver_plugins.integrations.proxprop_callback import ProxPropCallback
     from solver_plugins.integrations.trainer import SolverCallback
@@ -83,6 +84,7 @@ __all__ = [
     "declare_activation",
     "effective_rate",
     "gates_of",
+    "export_model",
     "inspect_dropout",
     "inspect_model",
     "lipschitz_constant",
@@ -120,6 +122,7 @@ _LATER = {
     "StructuredDropoutRegularizer": "dropblock",
     "attach_opteq_head": "integrations.heads",
     "convert_dropout": "dropblock",
+    "export_model": "integrations.export",
     "inspect_dropout": "dropblock",
     "load": "integrations",
     "remove_opteq_head": "integrations.heads",

@@ -158,9 +158,8 @@ class SolverBlock(Gated):
         if output == "value" and isinstance(activation, nn.Module):
             # The block applies it, so the block owns it: its parameters train, move and save with the block.
             self.activation = activation
-        for name in (*SCALE_BUFFERS, "gram"):
-            self.register_buffer(name, None, persistent=False)
-        for name, value in self._new_reference(kernel).items():
+        later: dict[str, Any] = dict.fromkeys((*SCALE_BUFFERS, "gram"))
+        for name, value in (later | self._new_reference(kernel)).items():
             self.register_buffer(name, value, persistent=False)
         self._register_step(kernel)
         if solver.implicit:
@@ -168,6 +167,7 @@ class SolverBlock(Gated):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the solve's result (see the class's docstring)."""
+        self.refuse_tracing(input)
         if self.routed and self.training and self.solver.samples == "inputs":
             input = undropped(input)
         if self.link is not None:

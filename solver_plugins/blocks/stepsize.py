@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.shell import Shell
+from solver_plugins.blocks.refusals import Refusing
 from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning, WeightError, warn
 from solver_plugins.operators import (
     Geometry,
@@ -40,7 +40,7 @@ KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "channel_gain",
 """All buffers that keep their precision when the weights lose theirs."""
 
 
-class TrackedStep(Shell):
+class TrackedStep(Refusing):
     """Mixin that owns the buffers behind a step size. All are non-persistent: weights alone determine them.
 
     Attributes:
@@ -113,6 +113,9 @@ class TrackedStep(Shell):
         if at_hand and not self.training and self.certify_in_evaluation:
             self.certify_if_moved()
             return self.L.clone()
+        if not self.training and torch.compiler.is_exporting():
+            # The weights of an exported program are those of this moment, and eval() has certified their constant.
+            return self.L
         image = image_of(kernel)
         change = _change(image, self.image)
         still = _within_rounding(change)

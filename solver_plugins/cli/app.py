@@ -20,6 +20,7 @@ COMMANDS: dict[str, str] = {
     "run": "Run a training script of timm or transformers unchanged, with its model converted.",
     "patch": "Add --solver-config to training scripts of timm and transformers.",
     "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
+    "export": "Write a saved model as ONNX or a torch.export program, and check it.",
     "study": "Repeat an experiment of the papers: table, figure and metrics.",
 }
 """Each subcommand with its one-line help. The command ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``,

@@ -1,6 +1,7 @@
 """The fixed-point problem of an equilibrium network, as a pure map of its state."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
@@ -128,7 +129,7 @@ def rows_of(layout: Layout, z: Tensor) -> Tensor:
     """Returns states ``[batch, ...]`` as a view with one row per problem, in the order of memory."""
     if layout.channels_last:
         z = z.permute(0, 2, 3, 1)
-    return z.reshape(z.shape[: z.ndim - len(layout.dims)].numel(), -1)
+    return z.reshape(math.prod(z.shape[: z.ndim - len(layout.dims)]), -1)
 
 
 def states_of(layout: Layout, rows: Tensor, shape: torch.Size) -> Tensor:

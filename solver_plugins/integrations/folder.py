@@ -63,6 +63,30 @@ def new_file(place: Path) -> Iterator[Path]:
         made.unlink(missing_ok=True)
 
 
+@contextmanager
+def new_files(place: Path) -> Iterator[Path]:
+    """Gives a temporary path with the name of ``place``, beside which other files may be written, too.
+
+    All of them move to the folder of ``place`` once they are written and on the disk, ``place`` itself at last.
+
+    Raises:
+        SavingError: If no file can be made there.
+    """
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f".{place.name}.new-", dir=place.parent))
+    except OSError as error:
+        raise SavingError(f"Cannot save to {str(place)!r}: no file can be made there ({error.strerror}).") from error
+    try:
+        yield made / place.name
+        for file in sorted(made.iterdir(), key=lambda file: file.name == place.name):
+            _flush(file)
+            os.replace(file, place.parent / file.name)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    _flush(place.parent)
+
+
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
     """Returns the path of an existing folder.
 

@@ -28,6 +28,7 @@ from solver_plugins.operators.sampling import (
     tau_of,
     uniform,
 )
+from solver_plugins.operators.small import solve_small
 from solver_plugins.operators.standardized import standardized
 from solver_plugins.operators.tracking import follow, image_of, power_steps, start_vectors
 
@@ -61,6 +62,7 @@ __all__ = [
     "reader_for",
     "register_layer",
     "rescaled_bound",
+    "solve_small",
     "standardized",
     "start_vectors",
     "tau_nice_indices",

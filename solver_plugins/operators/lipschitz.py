@@ -114,7 +114,8 @@ def rescaled_bound(L: Tensor, diagonal: Tensor, reference: Tensor) -> Tensor:
     safe = torch.where(reference == 0, torch.ones_like(reference), reference)
     unknown = torch.where(diagonal == 0, torch.zeros_like(diagonal), torch.full_like(diagonal, math.inf))
     ratio = torch.where(reference == 0, unknown, (diagonal / safe).square())
-    return L * ratio.amax()
+    # With a dimension: exporters to ONNX know no other maximum.
+    return L * ratio.amax(0)
 
 
 def _check_weights(kernel: Tensor, diagonal: Tensor | None) -> None:

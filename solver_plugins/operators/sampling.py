@@ -225,7 +225,7 @@ def expected_smoothness(L: Tensor, column_norms_sq: Tensor, n: int, tau: int) ->
     _check_count(n, tau)
     if tau == n:
         return L
-    largest = n * column_norms_sq.amax()
+    largest = n * column_norms_sq.amax(0)
     return (n * (tau - 1) * L + (n - tau) * largest) / (tau * (n - 1))
 
 

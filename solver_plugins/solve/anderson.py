@@ -7,7 +7,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from solver_plugins.operators import is_eager
+from solver_plugins.operators import is_eager, solve_small
 from solver_plugins.registry import register_solver
 from solver_plugins.solve.base import DeterministicConfig, Draws, Solver, State
 from solver_plugins.solve.problem import BlockProblem
@@ -127,8 +127,7 @@ class Anderson(Solver):
         precision = torch.finfo(normal.dtype)
         share = max(self.config.ridge, 64 * precision.eps)
         ridge = share * (size + size.sum(-1, keepdim=True)) + noise + precision.tiny
-        # solve_ex: checking for a singular matrix, which the ridge excludes, would stall a GPU.
-        return torch.linalg.solve_ex(normal + ridge.diag_embed(), right.unsqueeze(-1)).result.squeeze(-1)
+        return solve_small(normal + ridge.diag_embed(), right)
 
 
 def _bordered(normal: Tensor | None, row: Tensor) -> Tensor:

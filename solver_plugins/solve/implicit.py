@@ -177,6 +177,9 @@ def solve_implicit(
         first = solver.argument(problem, solver.step(problem, solver.init(problem), 0, None))
     with torch.no_grad():
         solution = run(False)
+        if torch.compiler.is_exporting():
+            # A program has nobody to report a residual to.
+            return dataclasses.replace(solution, first=first)
         found = problem.residual(solution.value)
         worst = found.amax() if found.numel() else found.new_zeros(())
         if residual is not None:

@@ -105,9 +105,9 @@ class Layout:
             return products.sum(tuple(range(-self.dims - 1, 0)), keepdim=True)
         if not self.dims:
             return products.sum(-1, keepdim=True)
-        samples = math.prod(self.shape[: -self.dims - 1])
-        sums = products.reshape(samples, -1).sum(1)
-        return sums.repeat_interleave(len(a) // samples).reshape(-1, *(1,) * (a.dim() - 1))
+        copies = math.prod(self.shape[-self.dims :]) if self.kind == "rows" else self.groups
+        sums = products.reshape(-1, copies * math.prod(products.shape[1:])).sum(1)
+        return sums.repeat_interleave(copies).reshape(-1, *(1,) * (a.dim() - 1))
 
 
 SMALLEST_BLOCK = 192

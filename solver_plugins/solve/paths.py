@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
 from solver_plugins.operators import LinearMap, LinearOperator
 from solver_plugins.prox import IdentityPrior, Prior
 from solver_plugins.solve.base import SamplingSolver, Solver
@@ -178,8 +180,13 @@ def path_for(
     for path in possible:
         if path == solver.path:
             return path
+    if torch.compiler.is_exporting():
+        # One program serves every batch, and what is made of weights alone is a constant of it.
+        kept, gram_is_known = True, size.outputs < 2 * size.inputs
     if kept and "collapsed" in possible:
         return "collapsed"
+    if torch.compiler.is_exporting() and not gram_is_known:
+        return possible[0]
     return "gram" if gram_is_known and "gram" in possible else choose_path(size)
 
 

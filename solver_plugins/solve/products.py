@@ -137,7 +137,7 @@ class Gram(Products):
         matrix, rides = self.matrix, isinstance(factor, float)
         if x.dim() == 3:
             # One matrix for every sample, or one for every group of it.
-            copies = len(x) // len(matrix) if matrix.dim() == 3 else len(x)
+            copies = x.shape[0] // len(matrix) if matrix.dim() == 3 else x.shape[0]
             matrix = (
                 matrix.expand(copies, *matrix.shape).reshape(-1, *matrix.shape[-2:])
                 if matrix.dim() == 3

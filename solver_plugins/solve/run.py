@@ -222,8 +222,11 @@ def _kept(rule: Rule, solver: Solver, problem: BlockProblem, shape: torch.Size, 
     """Returns the rule with what is kept for the backward pass, and how."""
     again, operator = rule.iterations - 1, rule.operator
     images, regrouped = (0 if rule.path == "gram" else again), False
-    if rule.path == "two_step" and solver.memory == "auto":
+    if rule.path == "two_step" and solver.memory == "auto" and not torch.compiler.is_exporting():
         images = images_kept(rule.iterations, problem.input.shape, shape)
+    if torch.compiler.is_exporting():
+        # There is no backward pass, and a choice by the size of this batch would hold for others like it alone.
+        return replace(rule, images=images)
     rows = math.prod(shape[:-1]) if rule.is_flat else 0
     if rule.path == "two_step" and rule.is_flat:
         regrouped = regroups((again - images) * rows, operator.in_features, operator.out_features)

@@ -14,7 +14,7 @@ from solver_plugins.equilibrium.solvers.solver import (
     EquilibriumState,
     register_equilibrium_solver,
 )
-from solver_plugins.operators import is_eager
+from solver_plugins.operators import is_eager, solve_small
 
 
 class EquilibriumAndersonConfig(EquilibriumConfig):
@@ -122,10 +122,10 @@ class MixingHistory:
     @classmethod
     def like(cls, g: Tensor, window: int) -> "MixingHistory":
         """Returns an empty history for samples like those in ``g``."""
-        gram = g.new_zeros(len(g), window, window)
+        gram = g.new_zeros(g.shape[0], window, window)
         if torch.is_grad_enabled() or torch.compiler.is_compiling():
             return cls(window, (), (), gram, 0)
-        space = g.new_empty(2, len(g), window, g.shape[1])
+        space = g.new_empty(2, g.shape[0], window, g.shape[1])
         return cls(window, space[0], space[1], gram, 0)
 
     def pushed(self, row: Tensor, image: Tensor, scale: Tensor) -> "MixingHistory":
@@ -154,10 +154,8 @@ class MixingHistory:
         # Rows have length one, so the ridge is relative; it only keeps rounding errors from being inverted.
         ridge = 30 * torch.finfo(g.dtype).eps
         eye = ridge * torch.eye(gram.shape[1], dtype=g.dtype, device=g.device)
-        # solve_ex does not check for a singular matrix, which would stall a GPU; the ridge excludes it.
-        weights = torch.linalg.solve_ex(gram + eye, _dots(rows, f).unsqueeze(2)).result
         # On a CPU, a row times a matrix is ten times as fast as the transposed matrix times a column.
-        weights = weights.mT
+        weights = solve_small(gram + eye, _dots(rows, f)).unsqueeze(1)
         return g - (weights @ images).squeeze(1), f - (weights @ rows).squeeze(1)
 
 

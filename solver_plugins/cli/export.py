@@ -1,0 +1,24 @@
+"""``solver-plugins export``: a saved model as a program that runs without this package."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from solver_plugins.integrations.export import export_model
+from solver_plugins.integrations.models import load_model
+
+
+def export(
+    folder: Annotated[str, typer.Argument(help="The folder of a saved model, hf/FOLDER, hf/ID, or timm/NAME.")],
+    to: Annotated[str, typer.Option(help="onnx or pt2 (torch.export).")] = "onnx",
+    output: Annotated[
+        Path | None, typer.Option(help="The file to write; FOLDER.onnx by default, or FOLDER.pt2.")
+    ] = None,
+    static_batch: Annotated[bool, typer.Option("--static-batch", help="For two samples at a time only.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+) -> None:
+    """Writes a model in evaluation as a program, runs the program, and compares it with the model."""
+    model = load_model(folder, pretrained=True)
+    place = output or Path(f"{folder.rstrip('/').rpartition('/')[2]}.{to}")
+    print(export_model(model, place, to, dynamic_batch=not static_batch, overwrite=overwrite))  # type: ignore[arg-type]
