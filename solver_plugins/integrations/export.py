@@ -19,6 +19,7 @@ from solver_plugins.blocks import blocks_of
 from solver_plugins.errors import SolverPluginsError, SolverPluginsWarning, did_you_mean, warn
 from solver_plugins.integrations.errors import SavingError
 from solver_plugins.integrations.folder import new_files
+from solver_plugins.surgery import merge_model
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for, read_inputs
 from solver_plugins.wrappers import wrapper_of
 
@@ -97,6 +98,9 @@ def export_model(
     tried = [inputs] if batch is None or not dynamic_batch else [inputs, _resized(inputs)]
     with torch.no_grad():
         expected = [_expected(made, one) for one in tried]
+        if blocks_of(made):
+            # A plain layer is the smallest program of a block that has one.
+            merge_model(made, strict=False)
         for block in blocks_of(made).values():
             block.cache_gram()
         program = _program(made, inputs, batch if dynamic_batch else None)
@@ -119,7 +123,7 @@ def _check(model: nn.Module) -> None:
     if drawing:
         raise ExportError(
             f"Expected solvers that draw nothing in evaluation; {', '.join(drawing[:5])} do, and a program would give "
-            "other outputs at every call. Convert with eval_mode='deterministic'."
+            "other outputs at every call: set_eval_mode(model, 'deterministic')."
         )
 
 
