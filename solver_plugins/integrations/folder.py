@@ -10,11 +10,24 @@ from pathlib import Path
 
 from solver_plugins.integrations.errors import LoadingError, SavingError
 
-_WRITTEN = re.compile(
-    r"config\.json|generation_config\.json|solver_plugins\.json|model\.safetensors(\.index\.json)?"
-    r"|model-\d{5}-of-\d{5}\.safetensors"
+VOCABULARIES = (
+    *("tokenizer.json", "vocab.txt", "vocab.json", "merges.txt", "spiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.model", "tekken.json"),
 )
-"""Names of the files in the folder of a saved model."""
+"""Files that hold the words of a tokenizer."""
+PREPROCESSING = (
+    *VOCABULARIES,
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+    *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+)
+"""Files of tokenizers and processors of transformers."""
+NOTICE = "LOAD_WITH_solver_plugins.txt"
+"""A file whose name says what a library that reads the weights alone does not."""
+_WRITTEN = re.compile(
+    r"config\.json|generation_config\.json|solver_plugins\.json|(model|solver_plugins)\.safetensors|README\.md"
+    r"|model\.safetensors\.index\.json|model-\d{5}-of-\d{5}\.safetensors"
+)
+"""Names of the other files in the folder of a saved model."""
 
 
 @contextmanager
@@ -111,7 +124,7 @@ def _check(place: Path, overwrite: bool) -> None:
         return
     if not overwrite:
         raise SavingError(f"{str(place)!r} is not empty; pass overwrite=True to replace the model in it.")
-    others = [name for name in names if not _WRITTEN.fullmatch(name)]
+    others = [name for name in names if not _WRITTEN.fullmatch(name) and name not in (*PREPROCESSING, NOTICE)]
     if others:
         raise SavingError(
             f"overwrite=True replaces a whole folder, and {str(place)!r} also holds {', '.join(others[:5])}, which "

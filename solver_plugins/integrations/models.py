@@ -158,10 +158,6 @@ def _saved(place: Path, pretrained: bool, kwargs: dict[str, Any]) -> nn.Module:
         raise ModelError(
             f"{str(place)!r} is the folder of a saved model, which is built as it was: leave out {', '.join(kwargs)}."
         )
-    if (place / "config.json").is_file() and not _is_converted(place):
-        raise ModelError(
-            f"{str(place)!r} holds no converted model. Did you mean 'hf/{place}' or 'timm/local-dir:{place}'?"
-        )
     return load(place)
 
 

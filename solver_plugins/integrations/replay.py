@@ -1,9 +1,12 @@
 """Reads saved conversions and heads, and applies them again: no model is returned without a solver that it needs."""
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
+import safetensors
+import torch
+from torch import Tensor, nn
 
 from solver_plugins.errors import SolverPluginsError, UnknownNameError
 from solver_plugins.integrations.errors import LoadingError
@@ -11,6 +14,10 @@ from solver_plugins.integrations.heads import HeadRecord
 from solver_plugins.prox import PRIORS
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery import Conversion, apply_conversion
+
+TENSORS = "solver_plugins.safetensors"
+"""The file with what was calibrated, beside the conversion."""
+_ROWS = ("gain", "shift")
 
 
 def read_conversion(data: Any, source: str) -> Conversion:
@@ -39,19 +46,67 @@ def read_conversion(data: Any, source: str) -> Conversion:
     return conversion
 
 
-def written_additions(conversion: Conversion | None, head: HeadRecord | None) -> dict[str, Any]:
-    """Returns a conversion and a head as plain data, for :func:`read_additions`."""
+def written_additions(
+    conversion: Conversion | None, head: HeadRecord | None
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Returns a conversion and a head as plain data, for :func:`read_additions`, and the tensors beside them."""
     parts = {"conversion": conversion, "head": head}
-    return {name: part.options() for name, part in parts.items() if part is not None}
+    data = {name: part.options() for name, part in parts.items() if part is not None}
+    tensors = take_tensors(data["conversion"]) if conversion is not None else {}
+    return ({**data, "tensors": sorted(tensors)} if tensors else data), tensors
 
 
-def read_additions(data: Any, source: str) -> tuple[Conversion | None, HeadRecord | None]:
+def take_tensors(conversion: dict[str, Any]) -> dict[str, Tensor]:
+    """Takes gains and shifts out of a written conversion, and returns them as tensors by layer."""
+    tensors: dict[str, Tensor] = {}
+    for block in conversion.get("blocks", ()):
+        for name in _ROWS:
+            row = block.pop(name, None)
+            if row is not None:
+                exact = torch.tensor(row, dtype=torch.float64)
+                tensors[f"{block['layer']}.{name}"] = exact.float() if exact.equal(exact.float().double()) else exact
+    return tensors
+
+
+def with_tensors(data: Any, source: str, read: Callable[[], dict[str, Tensor]]) -> Any:
+    """Returns written data with the gains and shifts that were taken out of it.
+
+    Raises:
+        LoadingError: If the file with them is missing, damaged, or another model's.
+    """
+    names = data.get("tensors") if isinstance(data, dict) else None
+    if not names:
+        return data
+    data = {key: copy.deepcopy(value) for key, value in data.items() if key != "tensors"}
+    try:
+        tensors = read()
+    except (OSError, ValueError, safetensors.SafetensorError) as error:
+        raise LoadingError(f"{source} needs {TENSORS}, which cannot be read: {error}.") from error
+    if sorted(tensors) != sorted(map(str, names)):
+        raise LoadingError(f"{TENSORS} is not the one that {source} was saved with: it holds other tensors.")
+    blocks = data["conversion"]["blocks"] if isinstance(data.get("conversion"), dict) else []
+    for block in blocks if isinstance(blocks, list) else []:
+        for name in _ROWS:
+            row = tensors.get(f"{block.get('layer')}.{name}") if isinstance(block, dict) else None
+            if row is not None:
+                block[name] = row.tolist()
+    return data
+
+
+def read_additions(
+    data: Any, source: str, read: Callable[[], dict[str, Tensor]]
+) -> tuple[Conversion | None, HeadRecord | None]:
     """Reads a conversion, a head, or both from plain data.
+
+    Args:
+        data: The content of a JSON file.
+        source: The file's name, for messages.
+        read: Reads the tensors that were saved beside it.
 
     Raises:
         LoadingError: If the data holds neither, is damaged, or needs something that is not registered.
     """
-    data = data if isinstance(data, dict) else {}
+    data = with_tensors(data if isinstance(data, dict) else {}, source, read)
     head = None
     if data.get("head") is not None:
         try:

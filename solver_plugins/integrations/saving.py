@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+import safetensors.torch
 from torch import nn
 
 from solver_plugins.blocks import blocks_of
+from solver_plugins.integrations.card import push, write_card
 from solver_plugins.integrations.errors import LoadingError, SavingError
 from solver_plugins.integrations.folder import existing_folder, new_folder
 from solver_plugins.integrations.heads import HEAD_ENTRY, attach_again, head_of, remove_opteq_head
-from solver_plugins.integrations.replay import read_additions, replay, written_additions
+from solver_plugins.integrations.preprocessing import save_preprocessing
+from solver_plugins.integrations.replay import TENSORS, read_additions, replay, written_additions
 from solver_plugins.integrations.weights import load_weights, save_weights
 from solver_plugins.surgery import conversion_of
 from solver_plugins.surgery.model_config import QUANT_METHOD, is_pretrained_model
@@ -29,32 +32,40 @@ def save(
     *,
     model_args: Mapping[str, Any] | None = None,
     kind: Kind | None = None,
+    preprocessing: Any = None,
+    metrics: Mapping[str, float] | None = None,
+    push_to_hub: str | None = None,
     overwrite: bool = False,
 ) -> None:
-    """Saves a converted model, or one with an equilibrium head: weights as safetensors, everything else as JSON.
+    """Saves a model, converted, with an equilibrium head or plain: weights as safetensors, everything else as JSON.
 
-    Weights have the names that they have in the plain model. The folder of a timm model is one for timm's
-    ``local-dir:``. A transformers model is saved by its ``save_pretrained``; one with a head can be loaded by
-    :func:`load` only. Any other module is saved as weights and conversion, and you build it again yourself to load it.
-    The folder is written as a whole: an interrupted save leaves what was there before. In a run of several processes,
-    call it in one of them.
+    Weights have the names that they have in the plain model; what was calibrated is in a file of its own. The folder of
+    a timm model is one for timm's ``local-dir:``. A transformers model is saved by its ``save_pretrained``, with the
+    tokenizer and the image processor that it came with; one with a head can be loaded by :func:`load` only. Any other
+    module is saved as weights and conversion, and you build it again yourself to load it. ``README.md`` says how to
+    load it, with this package and without. The folder is written as a whole: an interrupted save leaves what was there
+    before. In a run of several processes, call it in one of them.
 
     Args:
-        model: The converted model.
+        model: The model.
         folder: Where to save it.
         model_args: The arguments that a timm model was created with (``{"drop_rate": 0.5}``), which timm does not
             remember. Usual ones are found without your help; a model that could not be built again is refused.
         kind: "timm", "transformers" or "torch" (weights and conversion only); None looks at the model.
+        preprocessing: What goes with a transformers model: a tokenizer, a processor, or several of them. None copies
+            the files of the folder or repository that the model was loaded from.
+        metrics: Numbers for the README, such as ``{"accuracy": 0.91}``.
+        push_to_hub: A repository of the Hugging Face Hub to upload the folder to, such as ``"me/vit-solvers"``.
         overwrite: Whether to replace a model that was saved there before.
 
     Raises:
-        ConversionError: If the model is not converted, or its conversion cannot be written down.
-        SavingError: If the folder is taken, or the model could not be loaded again.
+        ConversionError: If its conversion cannot be written down.
+        SavingError: If the folder is taken, the model could not be loaded again, or a tokenizer has no vocabulary.
     """
     _refuse_wrapped(model)
     head = head_of(model)
-    # A model with a head need not be converted; without one, it raises if it is not.
-    conversion = conversion_of(model) if head is None or blocks_of(model) else None
+    conversion = conversion_of(model) if blocks_of(model) else None
+    additions, tensors = written_additions(conversion, head)
     kind = kind or _kind_of(model)
     if kind not in ("timm", "transformers", "torch"):
         raise SavingError(f"Expected kind 'timm', 'transformers' or 'torch'; found {kind!r}.")
@@ -63,36 +74,42 @@ def save(
     if kind == "timm":
         from solver_plugins.integrations.timm import config_for
 
-        config = config_for(model, conversion, head, model_args)
+        config = config_for(model, additions, model_args)
+    elif preprocessing is not None and kind != "transformers":
+        raise SavingError(f"preprocessing is for models of transformers; found a {type(model).__name__}.")
     with new_folder(folder, overwrite) as made:
         if kind == "transformers":
             from solver_plugins.integrations.transformers import save_model
 
-            save_model(model, made)
-            if head is None:
-                return
+            save_model(model, made, additions)
+            save_preprocessing(model, made, preprocessing)
         else:
             save_weights(model, made)
+        if tensors:
+            safetensors.torch.save_file(tensors, made / TENSORS)
         if kind == "timm":
             _write_json(made / CONFIG, config)
-        else:
+        elif kind == "torch" or head is not None:
             label = f"{type(model).__module__}.{type(model).__qualname__}"
-            _write_json(made / CONVERSION, {"model": label, **written_additions(conversion, head)})
+            _write_json(made / CONVERSION, {"model": label, **(additions or {"plain": True})})
+        write_card(model, made, kind, conversion, head, metrics or {})
+    if push_to_hub is not None:
+        push(Path(folder), push_to_hub)
 
 
 def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.Module:
-    """Loads a converted model, in evaluation mode; its step sizes are computed from its weights.
+    """Loads a saved model, in evaluation mode; step sizes are computed from its weights.
 
     Args:
         folder: Where :func:`save`, or ``save_pretrained`` of a transformers model, has put it.
         model: A plain model to load into, for a folder that does not say how to build one.
 
     Returns:
-        The converted model, which is ``model`` if you passed one.
+        The model as it was saved, which is ``model`` if you passed one.
 
     Raises:
-        LoadingError: If the folder holds no conversion, or one that cannot be applied here; a plain network is never
-            returned. A model that you passed is as it was then.
+        LoadingError: If the folder holds no model, or a conversion that cannot be applied here: a converted model never
+            comes back as a plain one. A model that you passed is as it was then.
     """
     place = existing_folder(folder)
     source = repr(str(folder))
@@ -119,9 +136,7 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     from solver_plugins.integrations.timm import build_plain, read_entry
 
     entry = read_entry(config, source)
-    if model is not None:
-        return _load_into(model, place, entry, source)
-    return _load_into(build_plain(config, entry, source), place, entry, source)
+    return _load_into(build_plain(config, source) if model is None else model, place, entry, source)
 
 
 def _load_transformers(place: Path, config: dict[str, Any], model: nn.Module | None, source: str) -> nn.Module:
@@ -133,25 +148,24 @@ def _load_transformers(place: Path, config: dict[str, Any], model: nn.Module | N
         from solver_plugins.integrations.transformers import load_with_head
 
         written = entry.get("conversion") if isinstance(entry, dict) and converted else None
-        conversion, head = read_additions({"head": config[HEAD_ENTRY], "conversion": written}, source)
+        data = {"head": config[HEAD_ENTRY], "conversion": written}
+        conversion, head = read_additions(data, source, lambda: safetensors.torch.load_file(place / TENSORS))
         if head is None:
             raise LoadingError(f"Expected a head under {HEAD_ENTRY} in {CONFIG} in {source}; found none.")
         loaded = load_with_head(place, config, head)
         return (loaded if conversion is None else replay(loaded, conversion, source)).eval()
-    if not converted:
-        raise LoadingError(
-            f"{source} holds a transformers model without a conversion: load it with from_pretrained, then convert it."
-        )
-    from solver_plugins.integrations.transformers import load_converted
+    from solver_plugins.integrations.transformers import load_saved
 
-    return load_converted(place, config)
+    return load_saved(place, config)
 
 
 def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Module:
     """Loads into a given model; after an error the model is as it was."""
     if not isinstance(model, nn.Module):
         raise LoadingError(f"Expected a torch.nn.Module to load into; found {type(model).__name__}.")
-    conversion, head = read_additions(data, source)
+    conversion, head = None, None
+    if data is not None and not (isinstance(data, dict) and data.get("plain") is True):
+        conversion, head = read_additions(data, source, lambda: safetensors.torch.load_file(place / TENSORS))
     put_back = _snapshot(model)
     attached = False
     try:

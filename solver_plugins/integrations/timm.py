@@ -11,20 +11,22 @@ of its own, so that a folder on the Hugging Face Hub (``hf-hub:``) works as well
 
 import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from safetensors.torch import load_file
 from timm.models import create_model, is_model, load_pretrained, register_model
-from torch import nn
+from torch import Tensor, nn
 
 # Registers the papers' networks.
 from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations import architectures as architectures
 from solver_plugins.integrations.errors import LoadingError, SavingError
-from solver_plugins.integrations.heads import HeadRecord, attach_again
+from solver_plugins.integrations.heads import attach_again
 from solver_plugins.integrations.rebuild import differences, guesses, plain_copy
-from solver_plugins.integrations.replay import read_additions, replay, written_additions
-from solver_plugins.surgery import Conversion
+from solver_plugins.integrations.replay import TENSORS, read_additions, replay
 
 ARCHITECTURE = "solver_plugins.integrations.timm must be imported first"
 """timm looks up the part before the first dot, and prints the whole text if nobody has registered that."""
@@ -36,10 +38,8 @@ ARGUMENTS = "solver_plugins_model_args"
 """Where a loaded model remembers what it was created with."""
 
 
-def config_for(
-    model: nn.Module, conversion: Conversion | None, head: HeadRecord | None, model_args: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """Returns the content of ``config.json``.
+def config_for(model: nn.Module, additions: dict[str, Any], model_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Returns the content of ``config.json``; a model without additions is a plain one of timm.
 
     Raises:
         SavingError: If timm would build another network from it.
@@ -58,7 +58,7 @@ def config_for(
     }
     # Otherwise timm changes the weights of a first convolution that does not read three channels.
     pretrained["first_conv"] = None
-    config: dict[str, Any] = {"architecture": ARCHITECTURE}
+    config: dict[str, Any] = {"architecture": ARCHITECTURE if additions else architecture}
     for key in ("num_classes", "num_features"):
         if isinstance(getattr(model, key, None), int):
             config[key] = getattr(model, key)
@@ -66,28 +66,28 @@ def config_for(
         pretrained["num_classes"] = config["num_classes"]
     config["pretrained_cfg"] = _plain(pretrained, "pretrained_cfg")
     args = _arguments(model, architecture, config, model_args)
-    config["model_args"] = {**args, ENTRY: {"architecture": architecture, **written_additions(conversion, head)}}
+    config["model_args"] = {**args, ENTRY: {"architecture": architecture, **additions}} if additions else args
     return config
 
 
-def read_entry(config: dict[str, Any], source: str) -> dict[str, Any]:
-    """Returns our entry in a config; raises LoadingError if there is none."""
+def read_entry(config: dict[str, Any], source: str) -> dict[str, Any] | None:
+    """Returns our entry in a config, or None for a plain model; raises LoadingError if it is missing."""
     args = config.get("model_args")
     entry = args.get(ENTRY) if isinstance(args, dict) else None
-    if not isinstance(entry, dict):
-        raise LoadingError(
-            f"{source} holds a timm model without a conversion: load it with timm.create_model('local-dir:...', "
-            "pretrained=True), then convert it."
-        )
-    return entry
+    if isinstance(entry, dict):
+        return entry
+    if entry is not None or config["architecture"] == ARCHITECTURE:
+        raise LoadingError(f"{source} was a converted timm model, but its config does not hold the conversion.")
+    return None
 
 
-def build_plain(config: dict[str, Any], entry: dict[str, Any], source: str) -> nn.Module:
+def build_plain(config: dict[str, Any], source: str) -> nn.Module:
     """Builds the plain model of a config, with new weights."""
-    architecture = entry.get("architecture")
+    entry = read_entry(config, source)
+    architecture = (config if entry is None else entry).get("architecture")
     if not isinstance(architecture, str) or not is_model(architecture):
         raise LoadingError(f"{source} needs the timm model {architecture!r}, which this version of timm does not have.")
-    args = {key: value for key, value in config["model_args"].items() if key != ENTRY}
+    args = {key: value for key, value in (config.get("model_args") or {}).items() if key != ENTRY}
     try:
         model = _build(architecture, config, args)
     except (TypeError, RuntimeError, ValueError) as error:
@@ -106,7 +106,7 @@ def solver_plugins(pretrained: bool = False, converted: Any = None, **kwargs: An
         )
     given = kwargs.get("pretrained_cfg") or {}
     source = repr(given.get("file") or given.get("hf_hub_id") or "the config") if isinstance(given, dict) else "it"
-    conversion, head = read_additions(converted, source)
+    conversion, head = read_additions(converted, source, lambda: _tensors_beside(given))
     if not pretrained:
         warn(
             f"The converted network of {source} gets random weights, as every timm model without pretrained=True does; "
@@ -122,6 +122,16 @@ def solver_plugins(pretrained: bool = False, converted: Any = None, **kwargs: An
     own = ("pretrained_cfg", "pretrained_cfg_overlay", "cache_dir")
     vars(model)[ARGUMENTS] = {key: value for key, value in kwargs.items() if key not in own}
     return model if conversion is None else replay(model, conversion, source)
+
+
+def _tensors_beside(cfg: dict[str, Any]) -> dict[str, Tensor]:
+    """Returns the tensors in the folder or repository that timm loads from."""
+    if cfg.get("file"):
+        return load_file(Path(cfg["file"]).parent / TENSORS)
+    name, _, revision = str(cfg.get("hf_hub_id") or "").partition("@")
+    if not name:
+        raise FileNotFoundError("timm does not say which folder or repository it loads")
+    return load_file(hf_hub_download(name, TENSORS, revision=revision or None))
 
 
 def _arguments(

@@ -5,15 +5,18 @@ reads it. ``import solver_plugins`` registers it, before or after ``import trans
 an unknown quantization type, whose name says what to import, and loads the plain network.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_module
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers.integrations.accelerate import accelerate_dispatch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from solver_plugins.blocks import blocks_of, gates_of
@@ -21,7 +24,7 @@ from solver_plugins.equilibrium import DeepOptEq
 from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations.errors import LoadingError
 from solver_plugins.integrations.heads import HeadRecord, attach_again, head_of
-from solver_plugins.integrations.replay import read_conversion, replay
+from solver_plugins.integrations.replay import TENSORS, read_conversion, replay, with_tensors
 from solver_plugins.integrations.weights import save_weights
 from solver_plugins.surgery import Conversion
 from solver_plugins.surgery.apply import note_conversion
@@ -36,18 +39,25 @@ class SolverPluginsConfig(QuantizationConfigMixin):
     Args:
         conversion: The conversion, or its plain data.
         quant_method: Always our own name, under which transformers finds this class.
+        tensors: Names of what was calibrated, where that is in a file beside the config.
     """
 
-    def __init__(self, conversion: Conversion | dict[str, Any], quant_method: str = QUANT_METHOD):
+    def __init__(
+        self,
+        conversion: Conversion | dict[str, Any],
+        quant_method: str = QUANT_METHOD,
+        tensors: list[str] | None = None,
+    ):
         data = conversion.options() if isinstance(conversion, Conversion) else conversion
         read_conversion(data, "the config")
         self.quant_method: Any = quant_method
         self.conversion = data
+        self.tensors = tensors
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """Reads the conversion from a config; raises LoadingError if it is damaged."""
-        unknown = sorted(config_dict.keys() - {"quant_method", "conversion"})
+        unknown = sorted(config_dict.keys() - {"quant_method", "conversion", "tensors"})
         if unknown or "conversion" not in config_dict:
             found = f"found {', '.join(unknown)}" if unknown else "found none"
             raise LoadingError(f"Expected the quantization_config of solver_plugins to hold a conversion; {found}.")
@@ -66,10 +76,17 @@ class SolverPluginsQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._source = (model.config._name_or_path, getattr(model.config, "_commit_hash", None))
         return model
 
+    def _tensors(self) -> dict[str, Tensor]:
+        source, revision = self._source
+        return load_file(cached_file(source, TENSORS, revision=revision))
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        conversion = read_conversion(self.quantization_config.to_dict()["conversion"], "the config")
+        data = self.quantization_config.to_dict()
+        data = with_tensors({key: data[key] for key in data if key != "quant_method"}, "the config", self._tensors)
+        conversion = read_conversion(data["conversion"], "the config")
         _remove_marks(model)
         _initialise_mismatched(model, self._shapes)
         hooked = any(wrapper_of(module) is HOOKED for module in model.modules())
@@ -94,23 +111,30 @@ class SolverPluginsQuantizer(HfQuantizer):
         return True
 
 
-def save_model(model: Any, folder: Path) -> None:
-    """Saves a converted model, with its current conversion, by its own ``save_pretrained``."""
+def save_model(model: Any, folder: Path, additions: dict[str, Any]) -> None:
+    """Saves a model by its own ``save_pretrained``, with its conversion as plain data."""
     if head_of(model) is not None:
         # ``from_pretrained`` does not know heads and would draw a new classifier: this folder is for ``load``.
         model.config.architectures = [type(model).__name__]
         model.config.save_pretrained(folder)
         save_weights(model, folder)
         return
-    note_conversion(model)
+    if additions:
+        note_conversion(model)
     gates = gates_of(model)
     # The weights are those of the plain model; gates are part of the conversion.
     weights = {name: value for name, value in model.state_dict().items() if name not in gates} if gates else None
     model.save_pretrained(folder, state_dict=weights)
+    if "tensors" in additions:
+        # save_pretrained has one file for numbers, the config; ours are written beside it.
+        place = folder / "config.json"
+        config = json.loads(place.read_text(encoding="utf-8"))
+        config["quantization_config"] = {"quant_method": QUANT_METHOD, **additions}
+        place.write_text(json.dumps(config, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
-def load_converted(folder: Path, config: dict[str, Any]) -> nn.Module:
-    """Loads a converted model by the class that its config names."""
+def load_saved(folder: Path, config: dict[str, Any]) -> nn.Module:
+    """Loads a model, converted or plain, by the class that its config names."""
     model: nn.Module = _class_of(folder, config).from_pretrained(folder)
     return model
 

@@ -17,6 +17,11 @@ QUANT_METHOD = "solver_plugins (import solver_plugins first, or you get the plai
 It is part of the format of saved models and must not change.
 """
 
+TIMM_REFUSAL = "solver_plugins.save(model, folder), because timm would save the plain network without its solvers"
+"""The name of an argument that timm cannot write down, as its error prints it."""
+_TIMM_ARGUMENTS = "_model_args"
+"""Where timm, from 1.0.31 on, keeps what a model was made with."""
+
 
 def is_pretrained_model(model: nn.Module) -> bool:
     """Whether a model belongs to transformers, which saves its config beside its weights."""
@@ -63,14 +68,24 @@ class LiveEntry:
 
 
 def enter_into_config(model: nn.Module, written: Callable[[nn.Module], dict[str, Any]]) -> None:
-    """Lets the config of a transformers model write the model's conversion; other models are left alone."""
+    """Lets the config of a transformers model write the model's conversion, and has timm refuse to save one of its own.
+
+    Other models are left alone.
+    """
     if is_pretrained_model(model):
         config: Any = model.config
         config.quantization_config = LiveEntry(model, written)
+    recorded = vars(model).get(_TIMM_ARGUMENTS)
+    if isinstance(recorded, dict):
+        # A set has no form in JSON: timm's save_for_hf and push_to_hf_hub raise an error that names the argument.
+        vars(model)[_TIMM_ARGUMENTS] = {**recorded, TIMM_REFUSAL: frozenset()}
 
 
 def remove_from_config(model: nn.Module) -> None:
-    """Takes a conversion out of the config of a transformers model; other models are left alone."""
+    """Takes back what :func:`enter_into_config` did."""
+    recorded = vars(model).get(_TIMM_ARGUMENTS)
+    if isinstance(recorded, dict):
+        vars(model)[_TIMM_ARGUMENTS] = {key: value for key, value in recorded.items() if key != TIMM_REFUSAL}
     if is_pretrained_model(model) and hasattr(model.config, "quantization_config"):
         refuse_quantized(model)
         config: Any = model.config

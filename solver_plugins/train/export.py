@@ -8,10 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from solver_plugins.blocks import blocks_of
 from solver_plugins.integrations import save
-from solver_plugins.integrations.folder import new_folder
-from solver_plugins.integrations.heads import head_of
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.launch import is_sharded
 
@@ -39,24 +36,8 @@ def export_model(
         shutil.rmtree(folder, ignore_errors=True)
         training = model.training
         model.eval()
-        if blocks_of(model) or head_of(model) is not None:
-            args = {key: value for key, value in config.model.args.items() if key != "num_classes"}
-            save(model, folder, model_args=args if config.model.spec.startswith("timm/") else None)
-        else:
-            _save_plain(model, config, folder)
+        args = {key: value for key, value in config.model.args.items() if key != "num_classes"}
+        save(model, folder, model_args=args if config.model.spec.startswith("timm/") else None)
         model.train(training)
     accelerator.wait_for_everyone()
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _save_plain(model: nn.Module, config: FinetuneConfig, folder: Path) -> None:
-    """Saves a model without solvers as its library does."""
-    with new_folder(folder, overwrite=True) as made:
-        if hasattr(model, "save_pretrained"):
-            saves: Any = model
-            saves.save_pretrained(made)
-            return
-        from timm.models import save_for_hf
-
-        args = {key: value for key, value in config.model.args.items() if key != "num_classes"}
-        save_for_hf(model, str(made), model_args=args or None, safe_serialization=True)

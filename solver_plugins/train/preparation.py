@@ -9,6 +9,7 @@ from PIL import ImageOps
 from PIL.Image import Resampling
 
 from solver_plugins.errors import OptionError
+from solver_plugins.integrations.preprocessing import load_tokenizer
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import DataError, summary_of
 
@@ -191,13 +192,11 @@ def text_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]
     Raises:
         DataError: If the model is not a transformers model, or comes without a tokenizer.
     """
-    from transformers import AutoTokenizer
-
     if hasattr(model, "pretrained_cfg") or not hasattr(model, "config"):
         raise DataError(f"data.text needs a model of transformers (hf/...); found {type(model).__name__}.")
     source = config.model.spec.removeprefix("hf/")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(Path(source).expanduser()))
+        tokenizer = load_tokenizer(source)
     except Exception as error:
         raise DataError(f"Expected a tokenizer beside the model {source!r}; reading it: {summary_of(error)}") from error
     if tokenizer.pad_token is None:

@@ -30,7 +30,8 @@ def make() -> nn.Module:
 def test_round_trip(tmp_path):
     model = make()
     save(model, tmp_path / "deep" / "saved")
-    assert sorted(os.listdir(tmp_path / "deep" / "saved")) == ["model.safetensors", "solver_plugins.json"]
+    files = ["LOAD_WITH_solver_plugins.txt", "README.md", "model.safetensors", "solver_plugins.json"]
+    assert sorted(os.listdir(tmp_path / "deep" / "saved")) == files
     given = build()
     again = load(tmp_path / "deep" / "saved", model=given)
     assert again is given

@@ -1,5 +1,6 @@
 """timm models through save, load and timm's own local-dir."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -9,10 +10,10 @@ import timm
 import torch
 from torch import nn
 
-from solver_plugins import conversion_of, convert_model, load, refresh_steps, revert_model, save
+from solver_plugins import calibrate, conversion_of, convert_model, load, refresh_steps, revert_model, save
 from solver_plugins.errors import SolverPluginsWarning
 from solver_plugins.integrations import LoadingError, SavingError
-from solver_plugins.surgery import ConversionError
+from solver_plugins.integrations.timm import ARCHITECTURE
 from tests.integrations.cases import SOLVERS, TARGETS, TIMM, converted, timm_input, timm_model
 
 
@@ -128,12 +129,49 @@ def test_bad_input(tmp_path):
     assert not list(tmp_path.iterdir())
     with pytest.raises(LoadingError, match="stands for saved converted models"):
         timm.create_model("solver_plugins")
+
+
+def test_plain_models(tmp_path):
+    """Saved by us or by timm, they are loaded by us and by timm."""
     plain = timm_model("test_byobnet")
-    with pytest.raises(ConversionError, match="without a solver"):
-        save(plain, tmp_path / "saved")
-    timm.models.save_for_hf(plain, tmp_path / "plain", safe_serialization=True)
-    with pytest.raises(LoadingError, match="a timm model without a conversion"):
-        load(tmp_path / "plain")
+    x = timm_input(plain)
+    save(plain, tmp_path / "ours")
+    timm.models.save_for_hf(plain, tmp_path / "timm", safe_serialization=True)
+    for folder in ("ours", "timm"):
+        again = load(tmp_path / folder)
+        assert type(again) is type(plain) and torch.equal(again(x), plain(x))
+        other = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True).eval()
+        assert torch.equal(other(x), plain(x))
+    # A converted model whose conversion was lost is not a plain one.
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    config["architecture"] = ARCHITECTURE
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(LoadingError, match="was a converted timm model"):
+        load(tmp_path / "ours")
+
+
+@pytest.mark.skipif(not hasattr(timm.create_model("test_byobnet"), "_model_args"), reason="timm before 1.0.31")
+def test_timm_does_not_save_the_plain_network_in_place_of_a_converted_one(tmp_path):
+    model = converted(timm_model("test_byobnet"), "proxgd", targets=TARGETS["test_byobnet"])
+    for one in (model, copy.deepcopy(model)):
+        with pytest.raises(ValueError, match=r"solver_plugins\.save\(model, folder\)"):
+            timm.models.save_for_hf(one, tmp_path / "saved", safe_serialization=True)
+    with pytest.raises(Exception, match="model.safetensors|config"):
+        timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)
+    timm.models.save_for_hf(revert_model(model), tmp_path / "reverted", safe_serialization=True)
+
+
+def test_what_was_calibrated_is_beside_the_config(tmp_path):
+    model = converted(timm_model("test_vit"), "proxgd", targets=TARGETS["test_vit"])
+    x = timm_input(model, 8)
+    calibrate(model, [x], progress=False)
+    save(model, tmp_path / "saved")
+    assert (tmp_path / "saved" / "config.json").stat().st_size < 8000
+    for again in (load(tmp_path / "saved"), timm.create_model(f"local-dir:{tmp_path / 'saved'}", pretrained=True)):
+        assert torch.equal(again.eval()(x), model(x))
+    (tmp_path / "saved" / "solver_plugins.safetensors").unlink()
+    with pytest.raises(LoadingError, match=r"needs solver_plugins\.safetensors"):
+        load(tmp_path / "saved")
 
 
 @pytest.mark.parametrize("change, message", [

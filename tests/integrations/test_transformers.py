@@ -18,6 +18,8 @@ from solver_plugins import calibrate, conversion_of, convert_model, load, refres
 from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import SolverPluginsWarning
 from solver_plugins.integrations import LoadingError, SavingError
+from solver_plugins.integrations.folder import NOTICE
+from solver_plugins.integrations.preprocessing import load_tokenizer
 from solver_plugins.integrations.transformers import SolverPluginsConfig, SolverPluginsQuantizer
 from solver_plugins.prox import Monotone, declare_activation
 from solver_plugins.surgery import ConversionError
@@ -197,8 +199,7 @@ def test_a_conversion_as_an_argument(saved, tmp_path):
     )
     inputs = hugging_face_inputs("bert")
     assert torch.equal(output(again, inputs), output(model, inputs))
-    with pytest.raises(LoadingError, match="transformers model without a conversion"):
-        load(tmp_path / "plain")
+    assert torch.equal(output(load(tmp_path / "plain"), inputs), output(plain, inputs))
 
 
 def test_gains_and_blends_of_today(saved, tmp_path):
@@ -221,12 +222,57 @@ def test_gains_and_blends_of_today(saved, tmp_path):
 def test_save_and_load(saved, tmp_path):
     model, folder = saved
     save(model, tmp_path / "ours")
-    assert sorted(os.listdir(tmp_path / "ours")) == sorted(os.listdir(folder))
+    assert sorted(os.listdir(tmp_path / "ours")) == sorted([*os.listdir(folder), "README.md", NOTICE])
+    with open(tmp_path / "ours" / "README.md") as card:
+        assert "Without `import solver_plugins`, transformers logs an unknown quantization type" in card.read()
     with pytest.raises(SavingError, match="not empty"):
         save(model, folder)
     save(model, folder, overwrite=True)
     with pytest.raises(LoadingError, match="leave out model="):
         load(folder, model=model)
+
+
+def test_what_was_calibrated_is_beside_the_config(saved, tmp_path):
+    model, inputs = saved[0], hugging_face_inputs("bert")
+    calibrate(model, [inputs], progress=False)
+    save(model, tmp_path / "saved")
+    assert "gain" not in (tmp_path / "saved" / "config.json").read_text()
+    for again in (load(tmp_path / "saved"), type(model).from_pretrained(tmp_path / "saved")):
+        assert torch.equal(output(again, inputs), output(model, inputs))
+        assert again.config.to_dict()["quantization_config"]["conversion"]["blocks"][0]["gain"]
+    (tmp_path / "saved" / "solver_plugins.safetensors").unlink()
+    with pytest.raises(LoadingError, match=r"needs solver_plugins\.safetensors"):
+        load(tmp_path / "saved")
+
+
+def test_tokenizers_and_image_processors_go_along(saved, tmp_path):
+    model = saved[0]
+    words = {
+        word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "superb", "bad"])
+    }
+    tokenizer = transformers.BertTokenizerFast(vocab=words)
+    save(model, tmp_path / "given", preprocessing=[tokenizer, transformers.ViTImageProcessor(image_mean=[0.1] * 3)])
+    again = load(tmp_path / "given")
+    # What it was loaded with goes along without being asked for, of a plain model, too.
+    save(again, tmp_path / "along")
+    save(revert_model(again), tmp_path / "plain")
+    for folder in ("given", "along", "plain"):
+        found = load_tokenizer(tmp_path / folder)
+        assert found("superb bad")["input_ids"] == tokenizer("superb bad")["input_ids"] == [2, 5, 6, 3]
+        assert transformers.AutoTokenizer.from_pretrained(tmp_path / folder)("bad")["input_ids"] == [2, 6, 3]
+        assert list(transformers.AutoImageProcessor.from_pretrained(tmp_path / folder).image_mean) == [0.1] * 3
+    save(model, tmp_path / "given", overwrite=True)
+
+
+def test_stubs_of_tokenizers_are_refused(saved, tmp_path):
+    with pytest.raises(LoadingError, match=r"Expected a tokenizer in .*vocab\.txt"):
+        load_tokenizer(saved[1])
+    stub = transformers.AutoTokenizer.from_pretrained(saved[1])
+    with pytest.raises(SavingError, match=r"Expected a tokenizer with a vocabulary; found a .* of 5 special tokens"):
+        save(saved[0], tmp_path / "saved", preprocessing=stub)
+    with pytest.raises(SavingError, match="Expected a tokenizer or a processor of transformers; found str"):
+        save(saved[0], tmp_path / "saved", preprocessing="bert")
+    assert not (tmp_path / "saved").exists()
 
 
 @pytest.mark.parametrize("change, message", [
