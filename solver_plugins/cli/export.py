@@ -11,7 +11,7 @@ from solver_plugins.integrations.models import load_model
 
 def export(
     folder: Annotated[str, typer.Argument(help="The folder of a saved model, hf/FOLDER, hf/ID, or timm/NAME.")],
-    to: Annotated[str, typer.Option(help="onnx or pt2 (torch.export).")] = "onnx",
+    to: Annotated[str, typer.Option(help="onnx, pt2 (torch.export), or plain (a folder with the merged network).")] = "onnx",
     output: Annotated[
         Path | None, typer.Option(help="The file to write; FOLDER.onnx by default, or FOLDER.pt2.")
     ] = None,
@@ -20,5 +20,6 @@ def export(
 ) -> None:
     """Writes a model in evaluation as a program, runs the program, and compares it with the model."""
     model = load_model(folder, pretrained=True)
-    place = output or Path(f"{folder.rstrip('/').rpartition('/')[2]}.{to}")
+    name = folder.rstrip("/").rpartition("/")[2]
+    place = output or Path(f"{name}-plain" if to == "plain" else f"{name}.{to}")
     print(export_model(model, place, to, dynamic_batch=not static_batch, overwrite=overwrite))  # type: ignore[arg-type]

@@ -38,9 +38,10 @@ def write_card(
     """Writes the README of a saved model, and beside solvers a file whose name says that they need this package."""
     converted = conversion is not None or head is not None
     base = _base_of(model)
+    published = kind != "timm" or (getattr(model, "pretrained_cfg", None) or {}).get("hf_hub_id")
     front = [
         *(["library_name: " + kind] if kind in ("timm", "transformers") else []),
-        *([f"base_model: {base}"] if base.count("/") == 1 else []),
+        *([f"base_model: {base}"] if base and published else []),
         *(["tags:", "- solver_plugins"] if converted else []),
     ]
     parts = ["---", *front, "---"] if front else []

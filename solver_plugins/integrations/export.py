@@ -19,11 +19,12 @@ from solver_plugins.blocks import blocks_of
 from solver_plugins.errors import SolverPluginsError, SolverPluginsWarning, did_you_mean, warn
 from solver_plugins.integrations.errors import SavingError
 from solver_plugins.integrations.folder import new_files
+from solver_plugins.integrations.saving import save
 from solver_plugins.surgery import merge_model
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for, read_inputs
 from solver_plugins.wrappers import wrapper_of
 
-Format = Literal["onnx", "pt2"]
+Format = Literal["onnx", "pt2", "plain"]
 TOLERANCE = 1e-4
 """How far a program's outputs may be from the model's, relative to the largest."""
 _LOWER = 2e-2
@@ -72,22 +73,26 @@ def export_model(
 
     Args:
         model: A converted or plain model. It is only read.
-        path: The file to write.
-        to: "onnx" (by torch's current exporter; needs the extra ``export``) or "pt2" (``torch.export``, for
-            ``torch.export.load`` and AOTInductor).
+        path: The file, or for "plain" the folder, to write.
+        to: "onnx" (by torch's current exporter; needs the extra ``export``), "pt2" (``torch.export``, for
+            ``torch.export.load`` and AOTInductor), or "plain": a folder with the merged network, which its library
+            loads as it loads any other. Every block has to be affine for it.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments; models of timm and
             transformers need none. The first dimension of tensors is the batch, of two samples or more.
         dynamic_batch: Whether the program takes any batch size; it is then checked with a second one.
         overwrite: Whether to replace a file that is there.
 
     Raises:
-        ExportError: If a part of the model cannot be exported, or the program computes something else.
+        ExportError: If a part of the model cannot be exported, or the result computes something else.
+        ConversionError: If "plain" is asked for, and a block has no plain layer that computes the same.
         SavingError: If the file exists, or cannot be written.
     """
     if to not in get_args(Format):
         raise ExportError(f"Expected a format of export; found {to!r}.{did_you_mean(str(to), get_args(Format))}")
     _check(model)
     place = Path(os.path.abspath(path))
+    if to == "plain":
+        return _export_plain(model, place, example_inputs, overwrite)
     if place.is_dir() or (place.exists() and not overwrite):
         what = "is a folder" if place.is_dir() else "exists; pass overwrite=True to replace it"
         raise SavingError(f"Expected a file to write; {str(path)!r} {what}.")
@@ -111,6 +116,25 @@ def export_model(
         found = {} if run is None else {size: _difference(run(one), there) for size, one, there in cases}
         _judge(found, made)
     return Exported(place, to, len(blocks_of(made)), found)
+
+
+def _export_plain(model: nn.Module, place: Path, example_inputs: Any, overwrite: bool) -> Exported:
+    training = [(module, module.training) for module in model.modules()]
+    made = copy.deepcopy(model).eval()
+    if blocks_of(made):
+        merge_model(made)
+    inputs = example_inputs_for(made) if example_inputs is None else read_inputs(example_inputs)
+    device = next((one.device for one in made.parameters()), torch.device("cpu"))
+    inputs = Inputs(*inputs.to(device))
+    try:
+        expected = _expected(model.eval(), inputs)
+    finally:
+        for module, mode in training:
+            module.training = mode
+    found = {_batch_of(inputs) or 0: _difference(_expected(made, inputs), expected)}
+    _judge(found, made)
+    save(made, place, overwrite=overwrite)
+    return Exported(place, "plain", 0, found)
 
 
 def _check(model: nn.Module) -> None:
@@ -153,7 +177,8 @@ def _outputs(returned: Any) -> list[Tensor]:
 
 def _expected(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     try:
-        return _outputs(model(*inputs.args, **inputs.kwargs))
+        with torch.no_grad():
+            return _outputs(model(*inputs.args, **inputs.kwargs))
     except Exception as error:
         raise ExportError(
             f"This {type(model).__name__} does not run on a batch of {_batch_of(inputs)}: {type(error).__name__}: "

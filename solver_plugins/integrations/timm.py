@@ -127,7 +127,9 @@ def solver_plugins(pretrained: bool = False, converted: Any = None, **kwargs: An
 def _tensors_beside(cfg: dict[str, Any]) -> dict[str, Tensor]:
     """Returns the tensors in the folder or repository that timm loads from."""
     if cfg.get("file"):
-        return load_file(Path(cfg["file"]).parent / TENSORS)
+        # The folder, or with older versions of timm the file with the weights in it.
+        place = Path(cfg["file"])
+        return load_file((place if place.is_dir() else place.parent) / TENSORS)
     name, _, revision = str(cfg.get("hf_hub_id") or "").partition("@")
     if not name:
         raise FileNotFoundError("timm does not say which folder or repository it loads")

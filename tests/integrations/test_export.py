@@ -16,6 +16,7 @@ from solver_plugins.cli import main
 from solver_plugins.errors import UnsupportedLayerError
 from solver_plugins.integrations import SavingError
 from solver_plugins.integrations.export import ExportError
+from solver_plugins.surgery import ConversionError
 from tests.integrations.cases import hugging_face_inputs, hugging_face_model, timm_model
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -118,6 +119,19 @@ def test_torch_export_without_our_help_has_no_path_guards():
     x = torch.randn(500, 3, 32, 32)
     with torch.no_grad():
         torch.testing.assert_close(program.module()(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_plain_network(tmp_path):
+    model = convert_model(timm_model("test_vit").train(), "proxgd", iters=3, targets=r"blocks\.0\.mlp.*", pattern="all")
+    written = export_model(model, tmp_path / "plain", "plain")
+    assert model.training and written.blocks == 0 and max(written.differences.values()) < 1e-5
+    again = timm.create_model(f"local-dir:{tmp_path / 'plain'}", pretrained=True).eval()
+    x = torch.randn(3, 3, 64, 64)
+    with torch.no_grad():
+        torch.testing.assert_close(again(x), model.eval()(x), rtol=1e-4, atol=1e-5)
+    model, _ = made("lenet", "proxgd")
+    with pytest.raises(ConversionError, match=r"fc1: its activation is part of the solver"):
+        export_model(model, tmp_path / "other", "plain")
 
 
 def test_what_cannot_be_exported(tmp_path):
