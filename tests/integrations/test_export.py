@@ -85,7 +85,7 @@ def check_onnx(case, solver, path, **more):
     assert before is not None
 
 
-@pytest.mark.parametrize(("case", "solver"), [("lenet", "fista"), ("opteq", "proxgd")])
+@pytest.mark.parametrize(("case", "solver"), [("lenet", "fista")])
 def test_onnx(case, solver, tmp_path):
     check_onnx(case, solver, tmp_path / "model.onnx")
     assert [path.name for path in tmp_path.iterdir()] == ["model.onnx"]
