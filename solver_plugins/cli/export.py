@@ -11,7 +11,7 @@ from solver_plugins.integrations.models import load_model
 
 def export(
     folder: Annotated[str, typer.Argument(help="The folder of a saved model, hf/FOLDER, hf/ID, or timm/NAME.")],
-    to: Annotated[str, typer.Option(help="onnx, pt2 (torch.export), or plain (a folder with the merged network).")] = "onnx",
+    to: Annotated[str, typer.Option(help="onnx, pt2 (torch.export), or plain (a merged network).")] = "onnx",
     output: Annotated[
         Path | None, typer.Option(help="The file to write; FOLDER.onnx by default, or FOLDER.pt2.")
     ] = None,

@@ -129,7 +129,7 @@ class DeepOptEq(nn.Module):
                 none = value.new_zeros(0)
                 run = Run(value, none, none, none, none, 1)
         value = value.to(x.dtype, memory_format=order).reshape(batch + value.shape[1:])
-        count = batch.numel()
+        count = math.prod(batch)
         residual, iterations, contraction = (
             tensor.expand(count).reshape(batch) for tensor in (run.residual, run.iterations, run.contraction)
         )
