@@ -66,7 +66,7 @@ def _files_of(source: str) -> list[Path]:
     if Path(source).is_dir():
         found = [Path(source) / name for name in PREPROCESSING]
         return [file for file in found if file.is_file()]
-    from transformers.utils import cached_file
+    from transformers.utils.hub import cached_file
 
     quiet = ("missing_entries", "gated_repo", "connection_errors")
     options: dict[str, Any] = {f"_raise_exceptions_for_{kind}": False for kind in quiet}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.integrations.accelerate import accelerate_dispatch
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import cached_file
+from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from solver_plugins.blocks import blocks_of, gates_of
@@ -81,7 +81,9 @@ class SolverPluginsQuantizer(HfQuantizer):
 
     def _tensors(self) -> dict[str, Tensor]:
         source, revision = self._source
-        return load_file(cached_file(source, TENSORS, revision=revision))
+        found = cached_file(source, TENSORS, revision=revision)
+        assert found is not None  # It raises where there is none.
+        return load_file(found)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         data = self.quantization_config.to_dict()

@@ -21,7 +21,7 @@ save(model, "saved", push_to_hub="me/lenet", metrics={"accuracy": 0.5})
 again = timm.create_model("hf-hub:me/lenet", pretrained=True).eval()
 assert torch.equal(again(x), model(x))
 try:
-    save(model, "again", push_to_hub="somebody/else")
+    save(model, "again", push_to_hub="me/else")
 except Exception as error:
     print(type(error).__name__, error)
 """
@@ -45,13 +45,10 @@ class Hub(BaseHTTPRequestHandler):
     def do_POST(self):
         sent = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.asked.append((self.path, self.headers.get("Authorization")))
-        if self.path == "/api/repos/create":
-            wanted = json.loads(sent)
-            owner = wanted.get("organization") or "me"
-            if owner != "me":
-                self.answer({"error": "you may not write there"}, 403)
-                return
-            self.answer({"url": f"{self.server.address}/{owner}/{wanted['name']}"})
+        if "/me/else" in self.path:
+            self.answer({"error": "you may not write there"}, 403)
+        elif self.path == "/api/repos/create":
+            self.answer({"url": f"{self.server.address}/me/{json.loads(sent)['name'].rpartition('/')[2]}"})
         elif self.path.endswith("/preupload/main"):
             names = [one["path"] for one in json.loads(sent)["files"]]
             self.answer({"files": [{"path": n, "uploadMode": "regular", "shouldIgnore": False} for n in names]})
@@ -62,7 +59,8 @@ class Hub(BaseHTTPRequestHandler):
                 part = json.loads(line)
                 if part["key"] == "file":
                     self.server.files[part["value"]["path"]] = base64.b64decode(part["value"]["content"])
-            self.answer({"success": True, "commitOid": COMMIT, "commitUrl": f"{self.server.address}/commit/{COMMIT}"})
+            url = f"{self.server.address}/me/lenet/commit/{COMMIT}"
+            self.answer({"success": True, "commitOid": COMMIT, "commitUrl": url})
         else:
             self.answer({"error": "unknown"}, 404)
 
@@ -106,5 +104,5 @@ def test_to_the_hub_and_back(hub, tmp_path):
     )
     assert all(token == "Bearer hf_abc" for path, token in hub.asked if path != "/api/validate-yaml")
     # What could not be uploaded is saved all the same.
-    assert "SavingError 'again' is saved, but could not be uploaded to 'somebody/else'" in done.stdout
+    assert "SavingError 'again' is saved, but could not be uploaded to 'me/else'" in done.stdout
     assert (tmp_path / "again" / "config.json").is_file()
