@@ -235,14 +235,14 @@ def test_save_and_load(saved, tmp_path):
 def test_what_was_calibrated_is_beside_the_config(saved, tmp_path):
     model, inputs = saved[0], hugging_face_inputs("bert")
     calibrate(model, [inputs], progress=False)
-    save(model, tmp_path / "saved")
-    assert "gain" not in (tmp_path / "saved" / "config.json").read_text()
-    for again in (load(tmp_path / "saved"), type(model).from_pretrained(tmp_path / "saved")):
+    save(model, tmp_path / "other")
+    assert "gain" not in (tmp_path / "other" / "config.json").read_text()
+    for again in (load(tmp_path / "other"), type(model).from_pretrained(tmp_path / "other")):
         assert torch.equal(output(again, inputs), output(model, inputs))
         assert again.config.to_dict()["quantization_config"]["conversion"]["blocks"][0]["gain"]
-    (tmp_path / "saved" / "solver_plugins.safetensors").unlink()
+    (tmp_path / "other" / "solver_plugins.safetensors").unlink()
     with pytest.raises(LoadingError, match=r"needs solver_plugins\.safetensors"):
-        load(tmp_path / "saved")
+        load(tmp_path / "other")
 
 
 def test_tokenizers_and_image_processors_go_along(saved, tmp_path):
@@ -269,10 +269,10 @@ def test_stubs_of_tokenizers_are_refused(saved, tmp_path):
         load_tokenizer(saved[1])
     stub = transformers.AutoTokenizer.from_pretrained(saved[1])
     with pytest.raises(SavingError, match=r"Expected a tokenizer with a vocabulary; found a .* of 5 special tokens"):
-        save(saved[0], tmp_path / "saved", preprocessing=stub)
+        save(saved[0], tmp_path / "other", preprocessing=stub)
     with pytest.raises(SavingError, match="Expected a tokenizer or a processor of transformers; found str"):
-        save(saved[0], tmp_path / "saved", preprocessing="bert")
-    assert not (tmp_path / "saved").exists()
+        save(saved[0], tmp_path / "other", preprocessing="bert")
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("change, message", [
