@@ -146,7 +146,7 @@ def _arguments(
     plain = plain_copy(model)
     wrong = _tried(plain, architecture, config, args)
     if given is None and wrong:
-        for name, value in guesses(model).items():
+        for name, value in guesses(plain).items():
             more = {**args, name: value}
             left = _tried(plain, architecture, config, more)
             if len(left) < len(wrong):
