@@ -17,7 +17,7 @@ from solver_plugins.surgery import Conversion, apply_conversion
 
 TENSORS = "solver_plugins.safetensors"
 """The file with what was calibrated, beside the conversion."""
-_ROWS = ("gain", "shift")
+_ROWS = ("gain", "shift", "gates")
 
 
 def read_conversion(data: Any, source: str) -> Conversion:
@@ -57,7 +57,7 @@ def written_additions(
 
 
 def take_tensors(conversion: dict[str, Any]) -> dict[str, Tensor]:
-    """Takes gains and shifts out of a written conversion, and returns them as tensors by layer."""
+    """Takes gains, shifts and gates out of a written conversion, and returns them as tensors by layer."""
     tensors: dict[str, Tensor] = {}
     for block in conversion.get("blocks", ()):
         for name in _ROWS:
@@ -69,7 +69,7 @@ def take_tensors(conversion: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def with_tensors(data: Any, source: str, read: Callable[[], dict[str, Tensor]]) -> Any:
-    """Returns written data with the gains and shifts that were taken out of it.
+    """Returns written data with the gains, shifts and gates that were taken out of it.
 
     Raises:
         LoadingError: If the file with them is missing, damaged, or another model's.
