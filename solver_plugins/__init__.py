@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from solver_plugins.integrations.proxprop_callback import ProxPropCallback
     from solver_plugins.integrations.trainer import SolverCallback
     from solver_plugins.proxprop import ProxProp
+    from solver_plugins.train.predict import predict
 
 try:
     __version__ = version("solver-plugins")
@@ -93,6 +94,7 @@ __all__ = [
     "load",
     "merge_model",
     "param_groups",
+    "predict",
     "prox_for",
     "refresh_steps",
     "register_solver",
@@ -125,6 +127,7 @@ _LATER = {
     "export_model": "integrations.export",
     "inspect_dropout": "dropblock",
     "load": "integrations",
+    "predict": "train.predict",
     "remove_opteq_head": "integrations.heads",
     "revert_dropout": "dropblock",
     "save": "integrations",

@@ -21,6 +21,7 @@ COMMANDS: dict[str, str] = {
     "patch": "Add --solver-config to training scripts of timm and transformers.",
     "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
     "export": "Write a saved model as ONNX or a torch.export program, and check it.",
+    "predict": "Say which class images or texts belong to, with a saved model.",
     "study": "Repeat an experiment of the papers: table, figure and metrics.",
 }
 """Each subcommand with its one-line help. The command ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``,

@@ -9,6 +9,8 @@ from tqdm.auto import tqdm
 
 from solver_plugins.train.errors import DataError, summary_of
 
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
+"""What names of images end in."""
 _MOST_NAMED = 5
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """What stands at the end of a file of this format that was written to its end."""

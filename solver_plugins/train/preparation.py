@@ -171,7 +171,7 @@ def collate_images(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 class Tokens:
     """Tokenises texts and makes batches, padded to the longest text."""
 
-    def __init__(self, tokenizer: Any, max_length: int):
+    def __init__(self, tokenizer: Any, max_length: int | None):
         self.tokenizer, self.max_length = tokenizer, max_length
 
     def __call__(self, text: Any) -> dict[str, Any]:

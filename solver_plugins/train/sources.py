@@ -8,8 +8,8 @@ from typing import Any
 from solver_plugins.errors import did_you_mean
 from solver_plugins.train.config import DataSection
 from solver_plugins.train.errors import DataError, summary_of
+from solver_plugins.train.images import SUFFIXES
 
-_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 _TABLES = {".parquet": "parquet", ".csv": "csv", ".json": "json", ".jsonl": "json"}
 _SPLITS = {
     "train": ("train", "training"),
@@ -69,7 +69,7 @@ def _from_folder(place: Path, split: str, config: DataSection) -> Any:
         return _sliced(saved, split, str(place))
     files = [path for path in place.rglob("*") if path.is_file() and not path.name.startswith(".")]
     suffixes = {path.suffix.lower() for path in files}
-    if suffixes & set(_IMAGES):
+    if suffixes & set(SUFFIXES):
         if any(path.stem == "metadata" for path in files):
             return datasets.load_dataset("imagefolder", data_dir=str(place), split=split)
         return _from_images(place, split)
@@ -105,7 +105,7 @@ def _from_images(place: Path, split: str) -> Any:
     empty = sorted(
         path.name
         for path in found[base].iterdir()
-        if path.is_dir() and not any(one.suffix.lower() in _IMAGES for one in path.rglob("*"))
+        if path.is_dir() and not any(one.suffix.lower() in SUFFIXES for one in path.rglob("*"))
     )
     if empty:
         raise DataError(

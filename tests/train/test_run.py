@@ -213,22 +213,28 @@ def test_evaluation_leaves_mode_and_random_numbers_alone(tmp_path):
     assert found.accuracy == pytest.approx(accuracy_of(model, config))
 
 
-def test_texts(tmp_path):
+def small_text_model(folder):
+    """Writes a BERT of nine words; returns the section of a config that names it."""
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "very", "film"]
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "vocab.txt").write_text("\n".join(words) + "\n")
-    transformers.BertTokenizer(str(tmp_path / "model" / "vocab.txt")).save_pretrained(tmp_path / "model")
+    folder.mkdir()
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
     settings = transformers.BertConfig(
         vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         max_position_embeddings=16, hidden_act="relu",
     )  # fmt: skip
-    transformers.BertForMaskedLM(settings).save_pretrained(tmp_path / "model")
+    transformers.BertForMaskedLM(settings).save_pretrained(folder)
+    return {"spec": f"hf/{folder}"}
+
+
+def test_texts(tmp_path):
+    model = small_text_model(tmp_path / "model")
     texts = ["very good film", "bad film", "good", "very very bad film"] * 8
     rows = datasets.Dataset.from_dict({"sentence": texts, "label": [name.count("good") for name in texts]})
     datasets.DatasetDict(train=rows, test=rows.select(range(7))).save_to_disk(tmp_path / "data")
     config = tiny(
         tmp_path / "run",
-        model={"spec": f"hf/{tmp_path / 'model'}"},
+        model=model,
         data={"name": str(tmp_path / "data"), "text": "sentence"},
         epochs=12,
         optimizer={"lr": 1e-2},
