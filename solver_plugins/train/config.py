@@ -343,6 +343,12 @@ class FinetuneConfig(StrictConfig):
             for name in ("augmentation", "mixup"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for images, and data.text is given; leave it out")
+        if self.unfreeze is not None:
+            if self.train is None and self.freeze is None:
+                raise ValueError("unfreeze adds layers to those of train, or takes them from freeze; found neither")
+            late = [epoch for epoch in self.unfreeze if not 2 <= epoch <= self.epochs]
+            if late:
+                raise ValueError(f"expected the epochs of unfreeze from 2 to {self.epochs} (epochs); found {late[0]}")
         if self.seeds is not None and (len(self.seeds) < 2 or len(set(self.seeds)) < len(self.seeds)):
             raise ValueError("expected at least two different seeds; for one, set seed")
         if self.seeds is not None and self.seed:

@@ -120,8 +120,11 @@ def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> 
         OutputError: If another process works in the folder.
     """
     place = Path(config.output).expanduser()
-    place.mkdir(parents=True, exist_ok=True)
-    lock(place / LOCK)
+    try:
+        place.mkdir(parents=True, exist_ok=True)
+        lock(place / LOCK)
+    except OSError as error:
+        raise OutputError(f"Cannot write to the output folder {str(place)!r}: {error.strerror}.") from None
     if (place / CONFIG).is_file():
         if resume:
             write_whole(place / CONFIG, config.to_yaml())
