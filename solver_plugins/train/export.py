@@ -11,6 +11,7 @@ from torch import nn
 from solver_plugins.integrations import save
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.launch import is_sharded
+from solver_plugins.train.preparation import preprocessing_of
 
 
 def skeleton_of(model: nn.Module, accelerator: Accelerator) -> nn.Module | None:
@@ -37,7 +38,10 @@ def export_model(
         training = model.training
         model.eval()
         args = {key: value for key, value in config.model.args.items() if key != "num_classes"}
-        save(model, folder, model_args=args if config.model.spec.startswith("timm/") else None)
+        save(
+            model, folder, model_args=args if config.model.spec.startswith("timm/") else None,
+            preprocessing=preprocessing_of(config, model),
+        )  # fmt: skip
         model.train(training)
     accelerator.wait_for_everyone()
     return sum(parameter.numel() for parameter in model.parameters())

@@ -130,7 +130,7 @@ def _processor(config: FinetuneConfig) -> dict[str, Any]:
     """
     from transformers import AutoImageProcessor
 
-    source = Path(config.model.spec.removeprefix("hf/")).expanduser()
+    source = Path(_source(config))
     try:
         found: Any = AutoImageProcessor.from_pretrained(str(source))
     except (OSError, ValueError) as error:
@@ -142,6 +142,34 @@ def _processor(config: FinetuneConfig) -> dict[str, Any]:
             ) from None
         return {}
     return processor_settings(found)
+
+
+def preprocessing_of(config: FinetuneConfig, model: Any) -> Any:
+    """Returns the tokenizer or image processor that prepares inputs as this run does; None for a model of timm."""
+    if not config.model.spec.startswith("hf/"):
+        return None
+    if config.data.text is not None:
+        return load_tokenizer(config.model.spec.removeprefix("hf/"))
+    from transformers import AutoImageProcessor, ViTImageProcessor
+
+    known = image_settings(config, model)
+    try:
+        made: Any = AutoImageProcessor.from_pretrained(_source(config))
+    except (OSError, ValueError):
+        made = ViTImageProcessor()
+    _, height, width = known["input_size"]
+    side = {"height": height, "width": width}
+    if getattr(made, "crop_size", None):
+        made.crop_size, made.size = side, {"shortest_edge": min(height, width)}
+    else:
+        made.size = side
+    made.image_mean, made.image_std, made.do_normalize = list(known["mean"]), list(known["std"]), True
+    made.resample = int(Resampling[known["interpolation"].upper()])
+    return made
+
+
+def _source(config: FinetuneConfig) -> str:
+    return str(Path(config.model.spec.removeprefix("hf/")).expanduser())
 
 
 def processor_settings(processor: Any) -> dict[str, Any]:
