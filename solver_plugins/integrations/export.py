@@ -260,7 +260,7 @@ def _difference(found: list[Tensor], expected: list[Tensor]) -> float:
         return math.inf
     gaps = [0.0]
     for one, other in zip(found, expected, strict=True):
-        apart, scale = (one.double() - other.double()).abs(), other.double().abs()
+        apart, scale = (one.detach().double() - other.detach().double()).abs(), other.detach().double().abs()
         gaps.append(float(apart.max() / scale.max().clamp_min(1e-30)) if apart.numel() else 0.0)
     # A NaN is the largest of all, wherever it stands.
     return max(gaps, key=lambda gap: math.inf if math.isnan(gap) else gap)
