@@ -1,6 +1,6 @@
 """Draws docs/idea.png: a layer is the first step of a solver, and a solver block takes the next ones, too.
 
-    python docs/idea.py
+python docs/idea.py
 """
 
 from pathlib import Path

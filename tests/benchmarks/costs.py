@@ -1,5 +1,6 @@
 """Times and memory of calls that are compared with each other."""
 
+import gc
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +25,8 @@ def best_times(
 
 def peak_bytes(call: Callable[[], Any]) -> int:
     """Returns how many bytes of tensors a call holds at most beyond what was there before it."""
+    # What is collected meanwhile would count as given back by the call.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
         call()
     held = peak = 0
