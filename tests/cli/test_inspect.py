@@ -10,6 +10,7 @@ import torch
 from solver_plugins import inspect_model
 from solver_plugins.cli.figures import draw_report
 from solver_plugins.errors import OptionError
+from solver_plugins.surgery import speaking
 from tests.cli.test_app import run
 from tests.surgery.models import bert
 
@@ -32,7 +33,8 @@ def test_json_is_the_report_and_nothing_else(capsys):
     assert code == 0 and not err
     torch.manual_seed(0)
     model = timm.create_model("test_resnet")
-    expected = inspect_model(model, "proxgd", pattern=["linear-norm-act", "linear"], exclude=["fc"])
+    with speaking("command line"):
+        expected = inspect_model(model, "proxgd", pattern=["linear-norm-act", "linear"], exclude=["fc"])
     found = json.loads(out)
     assert found == json.loads(expected.to_json())
     assert found["totals"]["converted"] > 0 and all(row["L"] > 0 for row in found["blocks"] if row["converted"])
