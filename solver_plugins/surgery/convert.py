@@ -90,7 +90,7 @@ def convert_model(
     if not plan.selection.chosen:
         why = plan.selection.explain() if plan.blocks else _without_layers(model)
         if plan.blocks and by_default(spec):
-            why = nothing_by_default(plan.blocks, spec)
+            why = nothing_by_default(plan.blocks, spec, plan.selection.rejected)
         raise ConversionError(f"No layer of this {type(model).__name__} is converted by {spec.solver!r}:{why}")
     made = apply_conversion(model if inplace else copy.deepcopy(model), plan.conversion, plan.priors)
     if batches is not None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -122,11 +122,19 @@ def by_default(spec: ConversionSpec) -> bool:
     return spec.pattern is None and spec.targets is None
 
 
-def nothing_by_default(blocks: Sequence[Block], spec: ConversionSpec) -> str:
-    """Says in one line why a solver finds nothing to convert by itself, and which option helps."""
+def nothing_by_default(blocks: Sequence[Block], spec: ConversionSpec, rejected: Mapping[str, str]) -> str:
+    """Says in one line why a solver finds nothing to convert by itself, and which option helps.
+
+    Args:
+        blocks: All blocks of the model.
+        spec: The conversion.
+        rejected: Why each block was left.
+    """
     why = {name: one for name, one in _head(blocks, spec).items() if isinstance(one, str)}
     lasts = [block for block in blocks if block.is_last]
-    head = "and no classifier that it could convert in its place" if not lasts else ""
+    # The reason of one layer says more than none; a report has them all.
+    near = next((f" ({name!r}: {reason})" for name, reason in rejected.items()), "")
+    head = f"and no classifier that it could convert in its place{near}"
     if lasts:
         name = lasts[-1].name
         head = f"and its classifier {name!r} cannot be taken in its place: {why.get(name, 'excluded')}"
