@@ -24,9 +24,18 @@ CI: dict[str, tuple[str, ...]] = {
         "RegNetForImageClassification", "ResNetForImageClassification", "RobertaForSequenceClassification",
         "SegformerForImageClassification", "SwinForImageClassification", "T5ForSequenceClassification",
         "ViTForImageClassification", "XLNetForSequenceClassification",
+        # One class of each of the other kinds of heads.
+        "ASTForAudioClassification", "AlbertForMultipleChoice", "BartForConditionalGeneration",
+        "BertForMaskedLM", "BertForNextSentencePrediction", "CLIPModel", "DecisionTransformerModel",
+        "DetrForObjectDetection", "DistilBertForTokenClassification", "ElectraForQuestionAnswering", "EncodecModel",
+        "EncoderDecoderModel", "GLPNForDepthEstimation", "GPT2LMHeadModel", "Idefics3ForConditionalGeneration",
+        "LayoutLMForQuestionAnswering", "LlamaForCausalLM", "LlavaForConditionalGeneration", "PatchTSTModel",
+        "ResNetBackbone", "SegformerForSemanticSegmentation", "T5EncoderModel", "TimesformerForVideoClassification",
+        "ViTForMaskedImageModeling", "ViltForQuestionAnswering", "VisionEncoderDecoderModel", "VitsModel",
+        "Wav2Vec2ForCTC", "WhisperForConditionalGeneration", "YolosForObjectDetection",
     ),
 }  # fmt: skip
-"""One small model of each of 40 families of timm, and 25 classes of transformers."""
+"""One small model of each of 40 families of timm, 25 classifiers of transformers, and 30 of its other classes."""
 
 
 def tasks(libraries: Sequence[str], sample: str | None = None) -> list[Task]:
@@ -38,3 +47,10 @@ def tasks(libraries: Sequence[str], sample: str | None = None) -> list[Task]:
         names = (timm_models if library == "timm" else transformers_models).names()
         found += [Task(library, name, family) for name, family in names if sample is None or name in CI[library]]
     return found
+
+
+def heads(task: Task) -> list[str]:
+    """Returns what a class of transformers is for: the auto mappings that it stands in."""
+    from tests.coverage import transformers_models
+
+    return transformers_models.tasks()[task.name][1] if task.library == "transformers" else []
