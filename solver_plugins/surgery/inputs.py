@@ -94,7 +94,20 @@ def candidate_inputs(model: nn.Module, small: bool = False) -> Iterator[Inputs]:
         found = True
         yield made
     if not found:
-        raise RecordError(f"Cannot tell what {type(model).__name__} takes as input; {_HELP}.")
+        raise RecordError(f"Cannot tell what {type(model).__name__} takes as input; {_HELP}.{example_for(model)}")
+
+
+def example_for(model: nn.Module) -> str:
+    """Returns a sentence with an example for a model that says how its inputs are called, or nothing."""
+    if getattr(model, "config", None) is None or not hasattr(model, "main_input_name"):
+        return ""
+    made = NamedInputs(model, _dtype(model))
+    parts = {name: "..." for name in made.unknown()}
+    for tensor_name, tensor in next(made.candidates(), {}).items():
+        dtype = "" if tensor.is_floating_point() else f", dtype={tensor.dtype}"
+        parts[tensor_name] = f"torch.ones({', '.join(map(str, tensor.shape))}{dtype})"
+    inside = ", ".join(f'"{name}": {parts[name]}' for name in sorted(parts, key=list(made.accepted).index))
+    return f" For this class: example_inputs={{{inside}}}"
 
 
 def _candidates(model: nn.Module, small: bool) -> Iterator[Inputs]:
@@ -102,7 +115,7 @@ def _candidates(model: nn.Module, small: bool) -> Iterator[Inputs]:
     if config.get("input_size"):
         yield from _for_timm(model, config, small)
     elif getattr(model, "config", None) is not None and hasattr(model, "main_input_name"):
-        yield from _for_transformers(model)
+        yield from _for_transformers(model, small)
     else:
         yield from _for_plain(model)
 
@@ -129,11 +142,11 @@ def _for_timm(model: nn.Module, config: Mapping[str, Any], small: bool) -> Itera
         yield Inputs((noise(BATCH, *shape, dtype=_dtype(model)),))
 
 
-def _for_transformers(model: nn.Module) -> Iterator[Inputs]:
+def _for_transformers(model: nn.Module, last: bool) -> Iterator[Inputs]:
     made = NamedInputs(model, _dtype(model))
     # Cached keys and values would only be further outputs.
     options = {"use_cache": False} if "use_cache" in made.accepted else {}
-    yield from (Inputs((), {**named, **options}) for named in made.candidates())
+    yield from (Inputs((), {**named, **options}) for named in made.candidates(last))
     dummies = getattr(model, "dummy_inputs", None)
     if isinstance(dummies, Mapping) and set(dummies) <= made.accepted.keys():
         yield Inputs((), {**dummies, **options})

@@ -64,30 +64,34 @@ class NamedInputs:
         self.accepted = inspect.signature(model.forward).parameters
         kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
         needed = [n for n, p in self.accepted.items() if p.default is p.empty and p.kind not in kinds]
-        main = model.main_input_name
+        main: Any = model.main_input_name
+        mains = [main] if isinstance(main, str) else list(main)
+        towers: list[str] = []
         # A model of two towers that meet behind both needs the inputs of both.
-        towers = (
-            ["input_ids"] if self.has("text_config") and (self.has("vision_config") or self.has("audio_config")) else []
-        )
-        towers += [
-            name for name in ("pixel_values", "input_features", "input_values") if towers and name in self.accepted
-        ]
-        self.names = list(dict.fromkeys((*([main] if isinstance(main, str) else main), *needed, *towers)))
-        if "decoder_input_ids" in self.accepted:
-            self.names.append("decoder_input_ids")
-        self.names = [name for name in self.names if name in self.accepted or name == main]
+        if self.has("text_config") and (self.has("vision_config") or self.has("audio_config")):
+            towers = ["input_ids", "pixel_values", "input_features", "input_values"]
+        others = [name for name in (*towers, "decoder_input_ids") if name in self.accepted]
+        # A class may say the main input of another one, such as that of the model inside it.
+        self.names = list(dict.fromkeys((*(name for name in mains if name in self.accepted), *needed, *others)))
 
-    def candidates(self) -> Iterator[Named]:
-        """Yields inputs by name, the likeliest first."""
+    def candidates(self, last: bool = True) -> Iterator[Named]:
+        """Yields inputs by name, the likeliest first.
+
+        Args:
+            last: Whether a text alone is a last resort for a model that also takes images or sounds. On the meta device
+                what is placed among tokens often cannot run, and a text alone would leave half of the model unseen.
+        """
         placed = self._placed()
         if placed:
             yield placed
-        made: list[Named] = [{}]
-        for name in self.names:
-            if not any(name in one for one in made):
-                made = [{**one, **more} for one in made for more in self._variants(name)]
-        yield from (one for one in made if one)
-        if "input_ids" in self.accepted and "input_ids" in self.names:
+        if not placed or last:
+            made: list[Named] = [{}]
+            for name in self.names:
+                if not any(name in one for one in made):
+                    # What cannot be made is left out: forward's own error names it.
+                    made = [{**one, **more} for one in made for more in self._variants(name) or [{}]]
+            yield from (one for one in made if one)
+        if last and "input_ids" in self.names and not {"input_ids", "decoder_input_ids"}.issuperset(self.names):
             yield self._text()
 
     def unknown(self) -> list[str]:

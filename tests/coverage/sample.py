@@ -27,11 +27,12 @@ CI: dict[str, tuple[str, ...]] = {
         # One class of each of the other kinds of heads.
         "ASTForAudioClassification", "AlbertForMultipleChoice", "BartForConditionalGeneration",
         "BertForMaskedLM", "BertForNextSentencePrediction", "CLIPModel", "DecisionTransformerModel",
-        "DetrForObjectDetection", "DistilBertForTokenClassification", "ElectraForQuestionAnswering", "EncodecModel",
+        "DetrForObjectDetection", "DistilBertForTokenClassification", "ElectraForQuestionAnswering", "OPTForCausalLM",
         "EncoderDecoderModel", "GLPNForDepthEstimation", "GPT2LMHeadModel", "Idefics3ForConditionalGeneration",
         "LayoutLMForQuestionAnswering", "LlamaForCausalLM", "LlavaForConditionalGeneration", "PatchTSTModel",
         "ResNetBackbone", "SegformerForSemanticSegmentation", "T5EncoderModel", "TimesformerForVideoClassification",
-        "ViTForMaskedImageModeling", "ViltForQuestionAnswering", "VisionEncoderDecoderModel", "VitsModel",
+        "ViTForMaskedImageModeling", "ViltForQuestionAnswering", "VisionEncoderDecoderModel",
+        "MBartForQuestionAnswering",
         "Wav2Vec2ForCTC", "WhisperForConditionalGeneration", "YolosForObjectDetection",
     ),
 }  # fmt: skip

@@ -57,8 +57,9 @@ def small_value(name: str, value: Any) -> Any:
     """Returns a small value of a setting, or the value itself."""
     if isinstance(value, bool) or _KEEP.search(name):
         return value
-    if isinstance(value, int):
-        return next((min(value, small) for words, small in _COMPILED if words.search(name)), value)
+    if isinstance(value, int) and value >= 0:
+        small = next((small for words, small in _COMPILED if words.search(name)), value)
+        return _heads(value) if small == HEADS else min(value, small)
     if isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
         return type(value)(_small_list(name, value))
     return value
@@ -71,10 +72,17 @@ def _small_list(name: str, value: Sequence[int]) -> list[int]:
         return [min(item, 1) for item in value]
     if small is None:
         return list(value)
-    if small in (2, HEADS) or re.search(r"image_size|patch_size|resolution", name):
+    if small == HEADS:
+        return [_heads(item) for item in value]
+    if small == 2 or re.search(r"image_size|patch_size|resolution", name):
         return [min(item, small) for item in value]
     scale = max(1, min(value) // 16)
     return [max(8, item // scale // 8 * 8) for item in value]
+
+
+def _heads(count: int) -> int:
+    """Returns how many heads: few, and a number that divides every width."""
+    return next(power for power in (HEADS, 2, 1, 0) if power <= count)
 
 
 class Small:

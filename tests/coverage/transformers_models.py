@@ -152,7 +152,7 @@ def case(name: str, family: str) -> Case:
 def inputs_for(model: nn.Module) -> Inputs:
     """Returns the first inputs that a model takes; images are made small where it takes any size."""
     error: Exception | None = None
-    for inputs in candidate_inputs(model):
+    for inputs in candidate_inputs(model, small=True):
         try:
             _run(model, inputs)
         except Exception as found:
