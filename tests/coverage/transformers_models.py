@@ -114,8 +114,14 @@ def _finish(name: str, config: Any) -> Any:
     return config
 
 
-def build(name: str, config: Any) -> nn.Module:
-    """Makes a small model."""
+def build(name: str, family: str) -> nn.Module:
+    """Makes a small model of a class."""
+    made = case(name, family).model
+    assert made is not None
+    return made
+
+
+def _remade(name: str, config: Any) -> nn.Module:
     torch.manual_seed(0)
     made: nn.Module = getattr(transformers, name)(copy.deepcopy(config))
     return made
@@ -130,7 +136,7 @@ def case(name: str, family: str) -> Case:
     """
 
     def works(config: Any) -> Case:
-        rebuild = functools.partial(build, name, _finish(name, config))
+        rebuild = functools.partial(_remade, name, _finish(name, config))
         try:
             with torch.device("meta"):
                 size = sum(parameter.numel() for parameter in rebuild().parameters())
