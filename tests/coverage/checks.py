@@ -162,7 +162,8 @@ class _Check:
             raise CheckError("the plain model's output is not finite with random weights")
         self.statistics = buffers_of(model)
         put_back(model, self.buffers)
-        if hasattr(model, "can_generate") and model.can_generate():
+        can_generate: Any = getattr(model, "can_generate", None)
+        if can_generate is not None and can_generate():
             try:
                 self.text = passes.generated(model, inputs)
                 self.row.generates = "yes"

@@ -23,6 +23,9 @@ SIDE = 64
 """Side of the images for a network that takes any size."""
 LARGEST = 40_000_000
 """Parameters of a model that is still small."""
+_SWIN: dict[str, Any] = {
+    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4,
+}  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "align_vision_model": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "image_size": 64},
@@ -45,6 +48,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
     "squeezebert": {"embedding_size": 32},
     "t5gemma": {"decoder.cross_attention_hidden_size": 32},
+    "donut-swin": _SWIN,
+    "swin": _SWIN,
+    "swinv2": _SWIN,
     "textnet": {"image_size": [64, 64]},
     "timm_backbone": {"backbone": "test_resnet"},
     "timm_wrapper": {"architecture": "test_resnet"},
