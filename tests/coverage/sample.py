@@ -28,15 +28,12 @@ CI: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """One small model of each of 40 families of timm, and 25 classifiers of transformers."""
 HEADS = (
-    "ASTForAudioClassification", "AlbertForMultipleChoice", "BartForConditionalGeneration",
-    "BertForMaskedLM", "BertForNextSentencePrediction", "CLIPModel", "DecisionTransformerModel",
-    "DetrForObjectDetection", "DistilBertForTokenClassification", "ElectraForQuestionAnswering", "OPTForCausalLM",
-    "EncoderDecoderModel", "GLPNForDepthEstimation", "GPT2LMHeadModel", "Idefics3ForConditionalGeneration",
-    "LayoutLMForQuestionAnswering", "LlamaForCausalLM", "LlavaForConditionalGeneration", "PatchTSTModel",
-    "ResNetBackbone", "SegformerForSemanticSegmentation", "T5EncoderModel", "TimesformerForVideoClassification",
-    "ViTForMaskedImageModeling", "ViltForQuestionAnswering", "VisionEncoderDecoderModel",
-    "MBartForQuestionAnswering",
-    "Wav2Vec2ForCTC", "WhisperForConditionalGeneration", "YolosForObjectDetection",
+    "ASTForAudioClassification", "AlbertForMultipleChoice", "BartForConditionalGeneration", "BertForMaskedLM",
+    "BertForNextSentencePrediction", "CLIPModel", "DecisionTransformerModel", "DistilBertForTokenClassification",
+    "EncoderDecoderModel", "GLPNForDepthEstimation", "GPT2LMHeadModel", "LayoutLMForQuestionAnswering",
+    "LlamaForCausalLM", "LlavaForConditionalGeneration", "MBartForQuestionAnswering", "OPTForCausalLM",
+    "PatchTSTModel", "SegformerForSemanticSegmentation", "TimesformerForVideoClassification",
+    "ViTForMaskedImageModeling", "VisionEncoderDecoderModel", "Wav2Vec2ForCTC", "YolosForObjectDetection",
 )  # fmt: skip
 """Classes of transformers with each of the other kinds of heads."""
 
