@@ -45,7 +45,7 @@ _RULES: tuple[tuple[str, int], ...] = (
 PATIENCE = 6.0
 """Seconds of the processor after which no further repair is tried."""
 _OTHER = re.compile(
-    "ImportError|missing .* required|million parameters|has to be provided|have to specify|must be (given|provided)|"
+    "ImportError|ModuleNotFoundError|missing .* required|million parameters|has to be provided|have to specify|must be (given|provided)|"
     "input_ids|"
     "'NoneType' object has no attribute '(shape|size|sum|transpose|to|device|ndim|dim)'"
 )
@@ -178,7 +178,7 @@ def _settings(config: PretrainedConfig) -> Iterator[tuple[str, str, Any]]:
             # What a config works out by itself, from a default of None, it shall work out again.
             if default is None:
                 found = vars(part).get(name)
-                yield prefix + name, name, found if isinstance(found, dict) else None
+                yield prefix + name, name, found if isinstance(found, dict) or _TOKEN.search(name) else None
             elif default is not inspect.Parameter.empty:
                 yield prefix + name, name, vars(part).get(name, default)
 
