@@ -147,8 +147,8 @@ def _for_transformers(model: nn.Module, last: bool) -> Iterator[Inputs]:
     # Cached keys and values would only be further outputs.
     options = {"use_cache": False} if "use_cache" in made.accepted else {}
     yield from (Inputs((), {**named, **options}) for named in made.candidates(last))
-    # They are texts, which leave half of many a model unseen.
-    dummies = getattr(model, "dummy_inputs", None) if last else None
+    # They are texts, which would leave half of a model unseen that also takes images or sounds.
+    dummies = getattr(model, "dummy_inputs", None) if last or made.only_text else None
     if isinstance(dummies, Mapping) and set(dummies) <= made.accepted.keys():
         yield Inputs((), {**dummies, **options})
 

@@ -92,8 +92,14 @@ class NamedInputs:
                     # What cannot be made is left out: forward's own error names it.
                     made = [{**one, **more} for one in made for more in self._variants(name) or [{}]]
             yield from (one for one in made if one)
-        if last and "input_ids" in self.names and not {"input_ids", "decoder_input_ids"}.issuperset(self.names):
+        if last and "input_ids" in self.names and not self.only_text:
             yield self._text()
+
+    @property
+    def only_text(self) -> bool:
+        """Whether the model reads nothing but a text."""
+        others = {"pixel_values", "pixel_values_videos", "input_features", "input_values"} & self.accepted.keys()
+        return not others and {"input_ids", "decoder_input_ids"}.issuperset(self.names)
 
     def unknown(self) -> list[str]:
         """Returns the names that forward needs and of which no input can be made."""

@@ -45,7 +45,8 @@ _RULES: tuple[tuple[str, int], ...] = (
 PATIENCE = 6.0
 """Seconds of the processor after which no further repair is tried."""
 _OTHER = re.compile(
-    "ImportError|ModuleNotFoundError|missing .* required|million parameters|has to be provided|have to specify|must be (given|provided)|"
+    "ImportError|ModuleNotFoundError|"
+    "missing .* required|million parameters|has to be provided|have to specify|must be (given|provided)|"
     "input_ids|"
     "'NoneType' object has no attribute '(shape|size|sum|transpose|to|device|ndim|dim)'"
 )
