@@ -4,7 +4,6 @@ timm models have a ``pretrained_cfg``, transformers models a ``config`` and a ``
 these names, so that neither library is imported.
 """
 
-import inspect
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -14,12 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.surgery.errors import RecordError
+from solver_plugins.surgery.named_inputs import BATCH, LENGTH, NamedInputs, as_pair, noise
 
-BATCH = 2
-LENGTH = 16
-"""Tokens of a text: few, but more than any convolution over tokens needs."""
-_IMAGE_SIZE = 224
-_AUDIO_SAMPLES = 16000
 _SMALL_SIZES = (96, 128, 224)
 _PLAIN_SIZES = (32, 28, 64, 224, 96, 128, 256)
 """Tried in this order for a convolutional network that does not say its input size."""
@@ -99,7 +94,20 @@ def candidate_inputs(model: nn.Module, small: bool = False) -> Iterator[Inputs]:
         found = True
         yield made
     if not found:
-        raise RecordError(f"Cannot tell what {type(model).__name__} takes as input; {_HELP}.")
+        raise RecordError(f"Cannot tell what {type(model).__name__} takes as input; {_HELP}.{example_for(model)}")
+
+
+def example_for(model: nn.Module) -> str:
+    """Returns a sentence with an example for a model that says how its inputs are called, or nothing."""
+    if getattr(model, "config", None) is None or not hasattr(model, "main_input_name"):
+        return ""
+    made = NamedInputs(model, _dtype(model))
+    parts = {name: "..." for name in made.unknown()}
+    for tensor_name, tensor in next(made.candidates(), {}).items():
+        dtype = "" if tensor.is_floating_point() else f", dtype={tensor.dtype}"
+        parts[tensor_name] = f"torch.ones({', '.join(map(str, tensor.shape))}{dtype})"
+    inside = ", ".join(f'"{name}": {parts[name]}' for name in sorted(parts, key=list(made.accepted).index))
+    return f" For this class: example_inputs={{{inside}}}"
 
 
 def _candidates(model: nn.Module, small: bool) -> Iterator[Inputs]:
@@ -107,7 +115,7 @@ def _candidates(model: nn.Module, small: bool) -> Iterator[Inputs]:
     if config.get("input_size"):
         yield from _for_timm(model, config, small)
     elif getattr(model, "config", None) is not None and hasattr(model, "main_input_name"):
-        yield from _for_transformers(model, model.config)
+        yield from _for_transformers(model, small)
     else:
         yield from _for_plain(model)
 
@@ -126,104 +134,23 @@ def _for_timm(model: nn.Module, config: Mapping[str, Any], small: bool) -> Itera
     # The config is that of the pretrained weights: a model made with another in_chans or img_size says so elsewhere.
     first = next((module for module in model.modules() if isinstance(module, nn.Conv2d)), None)
     in_chans = getattr(model, "in_chans", None) or (first.in_channels if first is not None else channels)
-    size = _as_pair(getattr(getattr(model, "patch_embed", None), "img_size", None)) or (height, width)
+    size = as_pair(getattr(getattr(model, "patch_embed", None), "img_size", None)) or (height, width)
     shapes = [(in_chans, *size), (in_chans, height, width), (channels, height, width)]
     if small and not config.get("fixed_input_size"):
         shapes = [(in_chans, side, side) for side in _SMALL_SIZES if side < min(size)] + shapes
     for shape in dict.fromkeys(shapes):
-        yield Inputs((_noise(BATCH, *shape, dtype=_dtype(model)),))
+        yield Inputs((noise(BATCH, *shape, dtype=_dtype(model)),))
 
 
-def _noise(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Returns random numbers that leave the global generator as it was."""
-    return torch.rand(shape, dtype=dtype, generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-
-
-def _as_pair(size: Any) -> tuple[int, int] | None:
-    if isinstance(size, Mapping):
-        size = (size.get("height"), size.get("width"))
-    if isinstance(size, int):
-        return size, size
-    if isinstance(size, list | tuple) and len(size) == 2 and all(isinstance(side, int) for side in size):
-        return size[0], size[1]
-    return None
-
-
-def _for_transformers(model: nn.Module, config: Any) -> Iterator[Inputs]:
-    accepted = inspect.signature(model.forward).parameters
-    main: str = model.main_input_name  # type: ignore[assignment]
-    wanted = {main}
-    # A model of two towers needs the inputs of both.
-    if hasattr(config, "vision_config") and hasattr(config, "text_config"):
-        wanted |= {"pixel_values", "input_ids"} & accepted.keys()
-    made: dict[str, Tensor] = {}
-    if "input_ids" in wanted:
-        made |= _text(config, accepted)
-    if "pixel_values" in wanted or "pixel_values_videos" in wanted:
-        name = "pixel_values" if "pixel_values" in wanted else "pixel_values_videos"
-        made[name] = _pixels(config, name, _dtype(model))
-    if wanted & {"input_values", "input_features"}:
-        made[main] = _audio(config, main, _dtype(model))
+def _for_transformers(model: nn.Module, last: bool) -> Iterator[Inputs]:
+    made = NamedInputs(model, _dtype(model))
     # Cached keys and values would only be further outputs.
-    options = {"use_cache": False} if "use_cache" in accepted else {}
-    if made:
-        yield Inputs((), {**made, **options})
-    dummies = getattr(model, "dummy_inputs", None)
-    if isinstance(dummies, Mapping) and set(dummies) <= accepted.keys():
+    options = {"use_cache": False} if "use_cache" in made.accepted else {}
+    yield from (Inputs((), {**named, **options}) for named in made.candidates(last))
+    # They are texts, which would leave half of a model unseen that also takes images or sounds.
+    dummies = getattr(model, "dummy_inputs", None) if last or made.only_text else None
+    if isinstance(dummies, Mapping) and set(dummies) <= made.accepted.keys():
         yield Inputs((), {**dummies, **options})
-
-
-def _of(config: Any, *names: str) -> Any:
-    """Returns the first of several settings that a config has, or one of the configs inside it."""
-    parts = [config, *(getattr(config, f"{part}_config", None) for part in ("text", "vision", "encoder", "backbone"))]
-    for part in parts:
-        for name in names:
-            value = getattr(part, name, None)
-            if value is not None:
-                return value
-    return None
-
-
-def _text(config: Any, accepted: Mapping[str, Any]) -> dict[str, Tensor]:
-    vocabulary = _of(config, "vocab_size") or 256
-    positions = _of(config, "max_position_embeddings", "n_positions", "max_seq_len")
-    # Some families start to count positions after the padding's id.
-    length = min(LENGTH, positions - 2) if isinstance(positions, int) and positions > 4 else LENGTH
-    special = {name: _of(config, f"{name}_token_id") for name in ("pad", "eos", "bos", "cls", "sep", "mask")}
-    taken = {token for ids in special.values() for token in (ids if isinstance(ids, list) else [ids])}
-    filler = next((token for token in range(vocabulary) if token not in taken), 0)
-    ids = torch.full((BATCH, length), filler)
-    end = special["eos"][0] if isinstance(special["eos"], list) else special["eos"]
-    # Classifiers of encoder-decoder models read the sentence at its end token.
-    if isinstance(end, int) and 0 <= end < vocabulary:
-        ids[:, -1] = end
-    made = {"input_ids": ids}
-    if "attention_mask" in accepted:
-        made["attention_mask"] = torch.ones_like(ids)
-    if "decoder_input_ids" in accepted and getattr(config, "is_encoder_decoder", False):
-        made["decoder_input_ids"] = ids.clone()
-    return made
-
-
-def _pixels(config: Any, name: str, dtype: torch.dtype) -> Tensor:
-    height, width = _as_pair(_of(config, "image_size", "crop_size", "img_size")) or (_IMAGE_SIZE, _IMAGE_SIZE)
-    channels = _of(config, "num_channels", "in_channels", "in_chans")
-    shape = [channels if isinstance(channels, int) else 3, height, width]
-    frames = _of(config, "num_frames", "frames_per_clip")
-    if isinstance(frames, int) and (name.endswith("videos") or hasattr(config, "num_frames")):
-        shape = [frames, *shape]
-    return _noise(BATCH, *shape, dtype=dtype)
-
-
-def _audio(config: Any, name: str, dtype: torch.dtype) -> Tensor:
-    bins, length, positions = (_of(config, key) for key in ("num_mel_bins", "max_length", "max_source_positions"))
-    if name == "input_values":
-        shape = (length, bins) if hasattr(config, "patch_size") and bins and length else (_AUDIO_SAMPLES,)
-    elif positions:
-        shape = (bins or 80, 2 * positions)
-    else:
-        shape = (4 * LENGTH, _of(config, "feature_projection_input_dim") or bins or 80)
-    return _noise(BATCH, *shape, dtype=dtype)
 
 
 def _for_plain(model: nn.Module) -> Iterator[Inputs]:
@@ -233,7 +160,7 @@ def _for_plain(model: nn.Module) -> Iterator[Inputs]:
     if first is model and not isinstance(model, nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return
     if isinstance(first, nn.Linear):
-        yield Inputs((_noise(BATCH, first.in_features, dtype=_dtype(model)),))
+        yield Inputs((noise(BATCH, first.in_features, dtype=_dtype(model)),))
     elif isinstance(first, nn.Embedding):
         yield Inputs((torch.zeros(BATCH, LENGTH, dtype=torch.long),))
     elif isinstance(first, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -241,4 +168,4 @@ def _for_plain(model: nn.Module) -> Iterator[Inputs]:
         least = max(1 + d * (k - 1) for d, k in zip(first.dilation, first.kernel_size, strict=True))
         for side in _PLAIN_SIZES:
             if side >= least and math.prod([side] * dimensions) <= 256**2:
-                yield Inputs((_noise(BATCH, first.in_channels, *[side] * dimensions, dtype=_dtype(model)),))
+                yield Inputs((noise(BATCH, first.in_channels, *[side] * dimensions, dtype=_dtype(model)),))

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from solver_plugins.surgery.calls import Argument, Call, Ref, Value
 from solver_plugins.surgery.clone import clone, shorten_recurrence, to_meta, to_own
 from solver_plugins.surgery.errors import RecordError
-from solver_plugins.surgery.inputs import Inputs, candidate_inputs, read_inputs
+from solver_plugins.surgery.inputs import Inputs, candidate_inputs, example_for, read_inputs
 from solver_plugins.surgery.trace import Tracer
 from solver_plugins.surgery.untouched import left_as_it_was, unnoticed
 from solver_plugins.wrappers import wrapper_of
@@ -183,6 +183,6 @@ def _failure(model: nn.Module, failures: list[tuple[str, Exception]], given: boo
     advice = (
         "Check that model(*inputs) runs by itself in training mode with these inputs."
         if given
-        else "Pass example_inputs= that the model's forward takes: a tensor, a tuple, or a dict."
+        else f"Pass example_inputs= that the model's forward takes: a tensor, a tuple, or a dict.{example_for(model)}"
     )
     return RecordError(f"The forward pass of {label} failed, so its blocks cannot be found. {advice} Tried:{lines}")

@@ -14,7 +14,8 @@ from solver_plugins.solve import SamplingSolver, Solver, working_dtype
 from solver_plugins.solve.paths import gram_from, path_for, solve_size
 from solver_plugins.surgery.cost import plain_flops
 from solver_plugins.surgery.errors import changes_scale, naming
-from solver_plugins.surgery.inputs import BATCH, read_inputs
+from solver_plugins.surgery.inputs import read_inputs
+from solver_plugins.surgery.named_inputs import BATCH
 from solver_plugins.surgery.parts import Block
 from solver_plugins.surgery.plan import Plan, plan_conversion
 from solver_plugins.surgery.printing import (

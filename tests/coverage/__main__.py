@@ -1,4 +1,4 @@
-"""Converts, checks and reverts every model of timm and every image and sequence classifier of transformers.
+"""Converts, checks and reverts every model of timm and every class of transformers' auto mappings.
 
     python -m tests.coverage --workers 2 --table docs/coverage.md
     python -m tests.coverage --timm --filter 'resnet*'
@@ -38,10 +38,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{len(tasks) - len(left)} of {len(tasks)} models are in {options.output} already.", file=sys.stderr)
         run.run(left, options.output, options.workers, run.Limits(options.timeout, int(options.memory * 2**30)))
     rows = run.done(options.output)
-    found = [rows[task.library, task.name] for task in tasks if (task.library, task.name) in rows]
+    found = [
+        rows[task.library, task.name] | {"tasks": sample.heads(task)}
+        for task in tasks
+        if (task.library, task.name) in rows
+    ]
     text = table.page(found, *run.when_and_with_what(found))
     if options.table is None:
-        print(text.partition("\n## timm by family")[0].partition("\n## transformers by family")[0])
+        print(text.partition("\n## timm by family")[0].partition("\n## Layers that")[0])
     else:
         run.write_text(options.table, text)
         print(f"{len(found)} models in {options.table}.", file=sys.stderr)

@@ -32,7 +32,7 @@ from solver_plugins.surgery import (
 from solver_plugins.surgery.clone import clone
 from tests.coverage import passes
 from tests.coverage.reference import Watch
-from tests.coverage.result import ITERS, TOLERANCE, Case, CheckError, Row, told
+from tests.coverage.result import ITERS, TOLERANCE, Case, CheckError, NotBuiltError, NotFedError, Row, told
 from tests.coverage.same import network_id
 from tests.coverage.steps import rough_steps
 from tests.coverage.weights import (
@@ -45,6 +45,7 @@ from tests.coverage.weights import (
 
 LARGE = 350_000_000
 """Only one model with more parameters than this is in memory at a time."""
+SMALL = 5_000_000
 PARTS = 8
 """Weights are loaded in this many parts."""
 
@@ -73,7 +74,9 @@ def check(
         if checks.turn is not None:
             checks.turn.close()
     del checks
-    gc.collect()
+    if row.parameters > SMALL:
+        # Of all that transformers imports, this takes longer than the checks of a small model.
+        gc.collect()
     row.seconds, row.wall_seconds = round(time.process_time() - start, 2), round(time.perf_counter() - wall, 2)
     row.stages = {stage: round(seconds, 2) for stage, seconds in row.stages.items()}
     return row
@@ -123,9 +126,10 @@ class _Check:
                 self._plain_passes()
         except Exception as error:
             row.foreign = told(error)
+            row.missing = {NotBuiltError: "built", NotFedError: "fed"}.get(type(error), "ran")
             return
         row.stages["plain"] = time.process_time() - start
-        row.reduced = self.case.reduced
+        row.reduced, row.automatic = self.case.reduced, not self.case.given
         shapes = [tuple(t.shape) for t in (*self.case.inputs.args, *self.case.inputs.kwargs.values()) if _is_tensor(t)]
         row.input = ", ".join("x".join(map(str, shape)) for shape in shapes)
         self._walk()
@@ -158,6 +162,13 @@ class _Check:
             raise CheckError("the plain model's output is not finite with random weights")
         self.statistics = buffers_of(model)
         put_back(model, self.buffers)
+        can_generate: Any = getattr(model, "can_generate", None)
+        if can_generate is not None and can_generate():
+            try:
+                self.text = passes.generated(model, inputs)
+                self.row.generates = "yes"
+            except Exception as error:
+                self.row.generates = told(error)
         self.state = {key: (tuple(t.shape), t.dtype) for key, t in model.state_dict().items()}
         self.parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
 
@@ -206,6 +217,9 @@ class _Check:
             return
         with self.stage("keys"):
             self._check_keys()
+        with self.stage("generated"):
+            if self.row.generates == "yes":
+                self.within("generated", passes.apart(self.text, passes.generated(model, inputs)))
         with self.stage("eval"):
             self.within("eval", passes.apart(self.eval_output, passes.evaluate(model, inputs)))
         outputs: list[Tensor] = []

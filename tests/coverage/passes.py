@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from solver_plugins.surgery import Inputs
 
 SEED = 1
+NEW_TOKENS = 3
 _MODULE_SHARE = 1e-2
 _MODEL_SHARE = 1e-5
 """A gradient far below those of its module or model is compared on their scale: the gradient of a bias before a norm is
@@ -44,6 +45,22 @@ def evaluate(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     args, kwargs = inputs.to(torch.device("cpu"))
     with torch.no_grad():
         return [tensor.clone() for tensor in tensors_of(model(*args, **kwargs))]
+
+
+def generated(model: Any, inputs: Inputs) -> list[Tensor]:
+    """Returns the scores and the tokens that a model generates, with its cache."""
+    model.eval()
+    seed_all()
+    _, kwargs = inputs.to(torch.device("cpu"))
+    given = {key: value for key, value in kwargs.items() if key not in ("use_cache", "decoder_input_ids")}
+    with torch.no_grad():
+        found = model.generate(
+            **given, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False, num_beams=1,
+            use_cache=True, return_dict_in_generate=True, output_scores=True,
+        )  # fmt: skip
+    if isinstance(found, Tensor):
+        return [found.double()]
+    return [found.sequences.double(), *(score.nan_to_num(neginf=0.0) for score in found.scores or ())]
 
 
 def _loss(outputs: list[Tensor]) -> Tensor:

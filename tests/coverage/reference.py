@@ -131,7 +131,8 @@ class Watch:
             norm = self._plain[block.norm.name]
             mean, var = _statistics(norm, y)
             chain = _folded(layer, norm, mean, var)
-            diagonal = (var + norm.eps).rsqrt() if norm.weight is None else norm.weight * (var + norm.eps).rsqrt()
+            scale = (var + _eps(norm)).rsqrt()
+            diagonal = scale if norm.weight is None else norm.weight * scale
             smoothness = solver._scaled_L(solver._kernel_at_rest(), smoothness, diagonal.detach(), uses_batch(norm))
         act = self._activation(block)
         with torch.no_grad():
@@ -173,6 +174,11 @@ def _statistics(norm: Any, y: Tensor) -> tuple[Tensor, Tensor]:
     return norm.running_mean, norm.running_var
 
 
+def _eps(norm: Any) -> float:
+    """Returns what a norm adds to a variance; the frozen norms of DETR write it in their forward."""
+    return float(getattr(norm, "eps", 1e-5))
+
+
 def _folded(layer: Map, norm: Any, mean: Tensor, var: Tensor) -> Map:
     weight, bias = norm.weight, norm.bias
-    return lambda u: nn.functional.batch_norm(layer(u), mean, var, weight, bias, False, 0.0, norm.eps)
+    return lambda u: nn.functional.batch_norm(layer(u), mean, var, weight, bias, False, 0.0, _eps(norm))

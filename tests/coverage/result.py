@@ -16,7 +16,7 @@ ITERS = 3
 """Iterations of the comparison with the reference."""
 CHECKS = (
     "walked", "converted", "keys", "eval", "train", "gradients", "statistics", "reference", "backward", "saved",
-    "reverted",
+    "reverted", "generated",
 )  # fmt: skip
 """The checks, in their order."""
 
@@ -69,6 +69,9 @@ class Row:
         passed: The checks that hold.
         failures: The checks that do not, with the reason.
         foreign: The error of the plain model itself, if it does not run here; this package was not reached then.
+        missing: What the plain model does not reach then: "built", "fed" or "ran" (both passes, finite).
+        automatic: Whether its inputs were made from what it says about itself.
+        generates: Whether the plain model generates, or its error.
         notes: What else is worth knowing.
         network: A hash of everything that it computes with except its weights, if it was built for smaller inputs.
         same_as: The model with the same hash whose results these are; this one was only walked.
@@ -92,6 +95,9 @@ class Row:
     passed: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     foreign: str | None = None
+    missing: str | None = None
+    automatic: bool = True
+    generates: str | None = None
     notes: list[str] = field(default_factory=list)
     network: str | None = None
     same_as: str | None = None
@@ -114,3 +120,11 @@ def told(error: BaseException) -> str:
     where = f" ({pathlib.Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return text if isinstance(error, CheckError) else f"{type(error).__name__}: {text[:600]}{where}"
+
+
+class NotBuiltError(Exception):
+    """No small model of a class was found."""
+
+
+class NotFedError(Exception):
+    """A small model did not run with any inputs."""

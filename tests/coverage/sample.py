@@ -26,7 +26,16 @@ CI: dict[str, tuple[str, ...]] = {
         "ViTForImageClassification", "XLNetForSequenceClassification",
     ),
 }  # fmt: skip
-"""One small model of each of 40 families of timm, and 25 classes of transformers."""
+"""One small model of each of 40 families of timm, and 25 classifiers of transformers."""
+HEADS = (
+    "ASTForAudioClassification", "AlbertForMultipleChoice", "BartForConditionalGeneration", "BertForMaskedLM",
+    "BertForNextSentencePrediction", "CLIPModel", "DecisionTransformerModel", "DistilBertForTokenClassification",
+    "EncoderDecoderModel", "GLPNForDepthEstimation", "GPT2LMHeadModel", "LayoutLMForQuestionAnswering",
+    "LlamaForCausalLM", "LlavaForConditionalGeneration", "MBartForQuestionAnswering", "OPTForCausalLM",
+    "PatchTSTModel", "SegformerForSemanticSegmentation", "TimesformerForVideoClassification",
+    "ViTForMaskedImageModeling", "VisionEncoderDecoderModel", "Wav2Vec2ForCTC", "YolosForObjectDetection",
+)  # fmt: skip
+"""Classes of transformers with each of the other kinds of heads."""
 
 
 def tasks(libraries: Sequence[str], sample: str | None = None) -> list[Task]:
@@ -36,5 +45,14 @@ def tasks(libraries: Sequence[str], sample: str | None = None) -> list[Task]:
     found = []
     for library in libraries:
         names = (timm_models if library == "timm" else transformers_models).names()
-        found += [Task(library, name, family) for name, family in names if sample is None or name in CI[library]]
+        found += [
+            Task(library, name, family) for name, family in names if sample is None or name in (*CI[library], *HEADS)
+        ]
     return found
+
+
+def heads(task: Task) -> list[str]:
+    """Returns what a class of transformers is for: the auto mappings that it stands in."""
+    from tests.coverage import transformers_models
+
+    return transformers_models.tasks()[task.name][1] if task.library == "transformers" else []

@@ -9,6 +9,12 @@ from solver_plugins.surgery import PATTERNS
 from tests.coverage.result import CHECKS, ITERS, TOLERANCE
 
 Result = Mapping[str, Any]
+_STEPS = ("built", "fed", "ran")
+_REACHED = (
+    "Built: a small config was found. Fed: the plain model runs with some inputs; they are automatic if they are made "
+    "from what the class says. Ran: its passes in both modes are finite. Generate: of the classes whose plain model "
+    "generates, those whose scores and tokens are the same at one iteration."
+)
 _LIBRARIES = ("timm", "transformers")
 _MEANING = {
     "walked": "the forward pass is recorded and its blocks are found",
@@ -21,6 +27,7 @@ _MEANING = {
     "reference": f"at {ITERS} iterations every block agrees with a reference that knows only the plain modules",
     "backward": f"gradients at {ITERS} iterations are finite",
     "saved": "weights as safetensors and the conversion as JSON give the same network again",
+    "generated": "`generate` of one iteration gives the plain model's scores and tokens, with its cache",
     "reverted": "after `revert_model` classes and attributes are the old ones, and the output is the same bit for bit",
 }
 
@@ -37,12 +44,13 @@ def page(rows: Iterable[Result], versions: Mapping[str, str], date: str) -> str:
     parts = [
         "# Coverage",
         "",
-        "Every model of `timm.list_models()`, and every class of transformers' image- and sequence-classification "
-        "mappings with a small config. Written by `python -m tests.coverage --table docs/coverage.md`; do not edit.",
+        "Every model of `timm.list_models()`, and every class of transformers' auto mappings with a small config. "
+        "Written by `python -m tests.coverage --table docs/coverage.md`; do not edit.",
         "",
         f"{date}; " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
         *_totals(rows),
+        *_tasks(rows),
         *_families(rows),
         *_left(rows),
         *_reduced(rows),
@@ -94,29 +102,67 @@ def _totals(rows: Sequence[Result]) -> list[str]:
     return ["## Totals", "", *(f"- {count}" for count in counts), "", *_table(heading, lines), about, ""]
 
 
+def _tasks(rows: Sequence[Result]) -> list[str]:
+    """Returns how far transformers' classes come, by the tasks of its auto mappings; a class may have several."""
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for row in rows:
+        for task in row.get("tasks") or ():
+            groups[task].append(row)
+    if not groups:
+        return []
+    everything = [row for row in rows if row.get("tasks")]
+    lines = [
+        _reached(task, members) for task, members in (*sorted(groups.items()), ("all, each class once", everything))
+    ]
+    heading = ["task", "classes", "built", "fed", "inputs automatic", "ran", "all checks", "generate", "why not"]
+    return ["## transformers by task", "", _REACHED, "", *_table(heading, lines)]
+
+
+def _reached(task: str, rows: Sequence[Result]) -> list[Any]:
+    told = [row for row in rows if "worker" not in row["failures"]]
+    at_least = {step: [row for row in told if row.get("missing") not in _STEPS[: place + 1]]
+                for place, step in enumerate(_STEPS)}  # fmt: skip
+    ran = at_least["ran"]
+    good = sum(not row["failures"] for row in ran)
+    generate = [row for row in ran if row.get("generates") == "yes"]
+    wrote = f"{sum('generated' in row['passed'] for row in generate)}/{len(generate)}" if generate else ""
+    why = Counter(_kind_of(row) for row in rows if row["foreign"] or row["failures"])
+    reasons = ", ".join(f"{count} {reason}" for reason, count in why.most_common())
+    automatic = sum(bool(row.get("automatic", True)) for row in at_least["fed"])
+    return [task, len(rows), *(len(at_least[name]) for name in ("built", "fed")), automatic, len(ran),
+            f"{good}/{len(ran)}", wrote, reasons]  # fmt: skip
+
+
+def _kind_of(row: Result) -> str:
+    """Returns in a few words why a class did not pass."""
+    if "worker" in row["failures"]:
+        return "too slow or large for this run"
+    if row["failures"]:
+        return "a check fails"
+    if "ImportError" in row["foreign"]:
+        return "needs a package that is not installed"
+    return {"built": "no small config", "fed": "no inputs"}.get(row["missing"], "the plain model's pass fails")
+
+
 def _families(rows: Sequence[Result]) -> list[str]:
-    parts = []
     used = [pattern for pattern in PATTERNS if any(pattern in row["blocks"] for row in rows)]
-    for library in _LIBRARIES:
-        groups: dict[str, list[Result]] = defaultdict(list)
-        for row in rows:
-            if row["library"] == library:
-                groups[row["family"]].append(row)
-        lines = []
-        for family, members in groups.items():
-            blocks: Counter[str] = Counter()
-            for row in members:
-                blocks.update(row["blocks"])
-            ours = [row for row in members if not row["foreign"]]
-            good = sum(not row["failures"] for row in ours)
-            layers = sum(row["layers"] for row in members)
-            times = f"{statistics.median([row['seconds'] for row in members]):.1f}"
-            result = f"{good}/{len(ours)}" if ours else "not ours"
-            lines.append([family, len(members), layers, *(blocks[p] or "" for p in used), result, times])
-        if lines:
-            heading = ["family", "models", "layers", *used, "all checks", "median s"]
-            parts += [f"## {library} by family", "", *_table(heading, lines)]
-    return parts
+    groups: dict[str, list[Result]] = defaultdict(list)
+    for row in rows:
+        if row["library"] == "timm":
+            groups[row["family"]].append(row)
+    lines = []
+    for family, members in groups.items():
+        blocks: Counter[str] = Counter()
+        for row in members:
+            blocks.update(row["blocks"])
+        ours = [row for row in members if not row["foreign"]]
+        good = sum(not row["failures"] for row in ours)
+        layers = sum(row["layers"] for row in members)
+        times = f"{statistics.median([row['seconds'] for row in members]):.1f}"
+        result = f"{good}/{len(ours)}" if ours else "not ours"
+        lines.append([family, len(members), layers, *(blocks[p] or "" for p in used), result, times])
+    heading = ["family", "models", "layers", *used, "all checks", "median s"]
+    return ["## timm by family", "", *_table(heading, lines)] if lines else []
 
 
 def _left(rows: Sequence[Result]) -> list[str]:

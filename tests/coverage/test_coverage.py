@@ -1,5 +1,6 @@
 """The fixed sample of models, every check; and that each check can fail."""
 
+import importlib
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaConfig, LlavaConfig
 
 from solver_plugins import SolverLinear
 from solver_plugins.blocks import SolverBlock, block
@@ -16,13 +18,13 @@ from solver_plugins.operators.conv import ConvMap
 from solver_plugins.solve import products
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import apply as applying
-from tests.coverage import checks, passes, run, same, table, transformers_models, weights
+from tests.coverage import checks, passes, run, same, small, table, transformers_models, weights
 from tests.coverage.__main__ import main
 from tests.coverage.merging import merged
 from tests.coverage.reference import solve
 from tests.coverage.result import CHECKS, Case, Row
 from tests.coverage.run import Limits, Task, run_task
-from tests.coverage.sample import CI, tasks
+from tests.coverage.sample import CI, HEADS, tasks
 from tests.coverage.steps import rough_steps
 
 SAMPLE = tasks(["timm", "transformers"], "ci")
@@ -47,7 +49,8 @@ def test_affine_blocks_merge(name):
 
 def test_the_sample_is_as_large_as_promised():
     assert len({task.family for task in SAMPLE if task.library == "timm"}) == len(CI["timm"]) == 40
-    assert len([task for task in SAMPLE if task.library == "transformers"]) == len(CI["transformers"]) == 25
+    assert len(CI["transformers"]) == 25 and len(HEADS) == 23
+    assert {task.name for task in SAMPLE if task.library == "transformers"} == {*CI["transformers"], *HEADS}
 
 
 class Residual(nn.Module):
@@ -328,9 +331,56 @@ def test_command_writes_the_page(tmp_path, capsys):
 
 def test_configs_of_transformers_are_small():
     names = dict(transformers_models.names())
-    assert len(names) > 150
-    config = transformers_models.small_config("llama")
+    assert len(names) > 1500
+    config = transformers_models.case("LlamaForSequenceClassification", "llama").model.config
     assert (config.hidden_size, config.num_hidden_layers, config.num_labels) == (32, 2, 3)
+
+
+def test_configs_that_do_not_fit_together_are_repaired():
+    """Two sizes that the rules make small must stay in proportion; a setting without a default must be given."""
+
+    def works(config):
+        if config.num_attention_heads != config.num_key_value_heads:
+            raise ValueError("as many keys as queries")
+        if config.head_dim * config.num_attention_heads > config.vocab_size:
+            raise ValueError("the vocabulary must be larger than the heads")
+        return config
+
+    found = small.Small(LlamaConfig(vocab_size=151936, head_dim=128)).first(works)
+    assert (found.num_key_value_heads, found.num_hidden_layers, found.vocab_size) == (4, 2, 128)
+    with pytest.raises(ImportError):  # No size helps, and only the first is tried.
+        tried = []
+        small.Small(LlamaConfig()).first(lambda config: tried.append(config) or importlib.import_module("natten"))
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("hidden_size", 768, 32), ("num_hidden_layers", 12, 2), ("num_attention_heads", 12, 4), ("patch_size", 4, 4),
+        ("depths", [2, 2, 6, 2], [1, 1, 1, 1]), ("hidden_sizes", [96, 192, 384], [16, 32, 64]), ("kernel_size", 31, 31),
+        ("vocab_size", 50257, 128), ("is_decoder", True, True), ("layer_norm_eps", 1e-5, 1e-5), ("num_channels", 3, 3),
+    ],
+)  # fmt: skip
+def test_small_values(name, value, expected):
+    assert small.small_value(name, value) == expected
+
+
+def test_equal_tokens_stay_equal_in_a_small_vocabulary():
+    made = small.Small(LlavaConfig(image_token_index=32000, pad_token_id=32000))
+    assert made.values["image_token_index"] == made.values["pad_token_id"] < 128
+
+
+def test_page_by_task():
+    rows = [
+        Row("transformers", "a", "x", passed=list(CHECKS), blocks={"linear": 2}, walk_seconds=0.1, generates="yes"),
+        Row("transformers", "b", "x", foreign="ImportError: no natten", missing="built"),
+        Row("transformers", "c", "x", foreign="ValueError: no bbox", missing="fed"),
+        Row("transformers", "d", "x", failures={"worker": "took more than 9 seconds"}),
+    ]
+    lines = table.page([row.to_dict() | {"tasks": ["causal lm"]} for row in rows], {}, "today").splitlines()
+    why = "1 needs a package that is not installed, 1 no inputs, 1 too slow or large for this run"
+    assert f"| causal lm | 4 | 2 | 1 | 1 | 1 | 1/1 | 1/1 | {why} |" in lines
 
 
 class Small(nn.Module):

@@ -1,79 +1,58 @@
-"""transformers' classifiers as cases: every class of two of its mappings, from a config that is made small."""
+"""transformers' models as cases: every class of its auto mappings, from a config that is made small."""
 
 import contextlib
+import copy
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
 
 from solver_plugins.surgery import Inputs
-from solver_plugins.surgery.inputs import BATCH, candidate_inputs
-from tests.coverage.result import Case
+from solver_plugins.surgery.inputs import candidate_inputs
+from solver_plugins.surgery.named_inputs import BATCH
+from tests.coverage.result import Case, NotBuiltError, NotFedError
+from tests.coverage.small import Small
 
 SIDE = 64
 """Side of the images for a network that takes any size."""
-_WORDS = {
-    2: "num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_decoder_layers "
-    "num_encoder_blocks_ num_experts_per_tok moe_topk num_hash_functions num_mem_blocks",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads attention_heads "
-    "num_local_experts num_experts n_routed_experts mamba_n_heads_ linear_num_key_heads linear_num_value_heads",
-    8: "head_dim d_kv qk_nope_head_dim qk_rope_head_dim v_head_dim linear_key_head_dim linear_value_head_dim "
-    "attention_head_size global_head_dim",
-    16: "q_lora_rank kv_lora_rank embedding_size",
-    32: "hidden_size d_model n_embd emb_dim dim embed_dim max_2d_position_embeddings_ moe_intermediate_size "
-    "shared_expert_intermediate_size expert_layer_size projection_dim image_size",
-    64: "intermediate_size ffn_dim d_ff d_inner n_inner encoder_ffn_dim decoder_ffn_dim hidden_dim "
-    "max_position_embeddings_ n_positions_ ffn_hidden_size",
-    128: "vocab_size",
-}
-"""Small values of a config's settings; a setting that is smaller keeps its value."""
-_SMALL = {word: value for value, words in _WORDS.items() for word in words.split()}
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id",
-           "decoder_start_token_id", "unk_token_id", "image_token_id", "image_token_index")  # fmt: skip
-
+LARGEST = 40_000_000
+"""Parameters of a model that is still small."""
 _SWIN: dict[str, Any] = {
-    "image_size": 32, "patch_size": 4, "embed_dim": 16, "hidden_size": 32, "depths": [1, 2], "num_heads": [2, 4],
-    "num_layers": 2, "window_size": 4, "out_features": None, "stage_names": ["stem", "stage1", "stage2"],
-}  # fmt: skip
-_PERCEIVER: dict[str, Any] = {
-    "num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 1, "num_self_attention_heads": 2,
-    "num_cross_attention_heads": 1, "image_size": 32, "max_position_embeddings": 64,
+    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OVERRIDES: dict[str, dict[str, Any]] = {
+    "align_vision_model": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "image_size": 64},
     "axk1": {"n_group": 1, "topk_group": 1},
-    "bit": {"embedding_size": 32, "hidden_sizes": [32, 64], "depths": [1, 2], "num_groups": 8, "out_features": None,
-            "stage_names": ["stem", "stage1", "stage2"]},
+    "beit": {"num_hidden_layers": 4, "out_indices": [0, 1, 2, 3]},
+    "bit": {"num_groups": 8},
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
-    "deberta": {"pooler_hidden_size": 32},
-    "deberta-v2": {"pooler_hidden_size": 32},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
-    "donut-swin": _SWIN,
     "efficientnet": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "hidden_dim": 512, "image_size": 64},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "absolute"},
-    "gptj": {"rotary_dim": 4},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": 32},
     "lilt": {"hidden_size": 48},
-    "luke": {"entity_vocab_size": 50, "entity_emb_size": 16},
     "mistral4": {"head_dim": 16},
     "mobilevitv2": {"image_size": 64},
-    "perceiver": _PERCEIVER,
+    "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 1, "num_self_attention_heads": 2,
+                  "num_cross_attention_heads": 1, "image_size": 32, "max_position_embeddings": 64,
+                  "num_frames": 2, "train_size": [32, 32], "audio_samples_per_frame": 32},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4,
                  "lsh_attn_chunk_length": 4, "num_buckets": 4, "hash_seed": 0},
     "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
     "squeezebert": {"embedding_size": 32},
+    "t5gemma": {"decoder.cross_attention_hidden_size": 32},
+    "donut-swin": _SWIN,
     "swin": _SWIN,
     "swinv2": _SWIN,
-    "t5gemma": {"decoder.cross_attention_hidden_size": 32},
     "textnet": {"image_size": [64, 64]},
+    "timm_backbone": {"backbone": "test_resnet"},
     "timm_wrapper": {"architecture": "test_resnet"},
     "xmod": {"default_language": "en_XX"},
     # Two hybrid layers: their attention is one module, which transformers ties.
@@ -108,72 +87,89 @@ INPUTS: dict[str, Callable[[], Inputs]] = {
 """Inputs of classes that do not say what they take."""
 
 
-def names() -> list[tuple[str, str]]:
-    """Returns every class of the two mappings with its model type."""
-    found: dict[str, str] = {}
-    for mapping in (MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES):
-        for kind, classes in mapping.items():
+@functools.cache
+def tasks() -> dict[str, tuple[str, list[str]]]:
+    """Returns every model class of the auto mappings with its model type and its tasks."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    for mapping in sorted(name for name in dir(modeling_auto) if name.endswith("MAPPING_NAMES")):
+        if mapping == "CONFIG_MAPPING_NAMES":
+            continue
+        task = mapping.removesuffix("_MAPPING_NAMES").removeprefix("MODEL_FOR_").replace("MODEL", "BASE_MODEL")
+        for kind, classes in getattr(modeling_auto, mapping).items():
             for name in (classes,) if isinstance(classes, str) else classes:
-                found.setdefault(name, kind)
-    return sorted(found.items())
+                found.setdefault(name, (kind, []))[1].append(task.lower().replace("_", " "))
+    return found
 
 
-def small_config(kind: str) -> Any:
-    """Returns the default config of a model type, made small."""
-    config = CONFIG_MAPPING[kind]()
-    _shrink(config)
-    for key, value in OVERRIDES.get(kind, {}).items():
-        target, _, name = key.rpartition(".")
-        setattr(functools.reduce(getattr, target.split("."), config) if target else config, name, value)
-    config.num_labels = 3
+def names() -> list[tuple[str, str]]:
+    """Returns every class with its model type, one family after the other in an order that is as good as random.
+
+    What a run that was stopped has done is then a sample of all.
+    """
+    found = [(name, kind) for name, (kind, _) in tasks().items()]
+    return sorted(found, key=lambda pair: (hashlib.sha256(pair[1].encode()).digest(), pair[0]))
+
+
+def _finish(name: str, config: Any) -> Any:
+    if "Classification" in name:
+        config.num_labels = 3
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "pad_token_id", 0) is None:
+        # A classifier of several texts needs to know where each of them ends.
+        text.pad_token_id = 0
     return config
 
 
-def _shrink(config: Any) -> None:
-    for name, value in list(vars(config).items()):
-        if isinstance(value, transformers.PretrainedConfig):
-            _shrink(value)
-        elif name in _SMALL and isinstance(value, int) and not isinstance(value, bool):
-            setattr(config, name, min(value, _SMALL[name]))
-        elif name in _TOKENS and isinstance(value, int) and value >= 128:
-            setattr(config, name, 100 + _TOKENS.index(name))
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int) and hasattr(config, "num_key_value_heads"):
-        config.num_key_value_heads = min(config.num_key_value_heads or heads, heads)
-    if isinstance(heads, int) and getattr(config, "head_dim", 0) is None:
-        config.head_dim = config.hidden_size // heads
-    if getattr(config, "pad_token_id", 0) is None:
-        # A classifier of several texts needs to know where each of them ends.
-        config.pad_token_id = 0
-    kinds, depth = vars(config).get("layer_types"), getattr(config, "num_hidden_layers", None)
-    if isinstance(kinds, list) and isinstance(depth, int):
-        # One layer of each kind, as far as there is room.
-        config.layer_types = [*dict.fromkeys(kinds), *kinds][:depth]
+def build(name: str, family: str) -> nn.Module:
+    """Makes a small model of a class."""
+    made = case(name, family).model
+    assert made is not None
+    return made
 
 
-def build(name: str, kind: str) -> nn.Module:
-    """Makes a small model."""
+def _remade(name: str, config: Any) -> nn.Module:
     torch.manual_seed(0)
-    made: type[nn.Module] = getattr(transformers, name)
-    return made(small_config(kind))
+    made: nn.Module = getattr(transformers, name)(copy.deepcopy(config))
+    return made
 
 
 def case(name: str, family: str) -> Case:
-    """Finds inputs for a class."""
-    model = build(name, family)
-    inputs = INPUTS[name]() if name in INPUTS else inputs_for(model)
-    rebuild = functools.partial(build, name, family)
-    return Case("transformers", name, family, rebuild, inputs, model=model, given=name in INPUTS)
+    """Finds a config and inputs for a class.
+
+    Raises:
+        NotBuiltError: If no small config was found with which it is built.
+        NotFedError: If it was built, and did not run with any inputs.
+    """
+
+    def works(config: Any) -> Case:
+        rebuild = functools.partial(_remade, name, _finish(name, config))
+        try:
+            with torch.device("meta"):
+                size = sum(parameter.numel() for parameter in rebuild().parameters())
+            if size > LARGEST:
+                raise NotBuiltError(f"{size / 1e6:.0f} million parameters")
+            model = rebuild()
+        except Exception as error:
+            raise NotBuiltError(f"{type(error).__name__}: {error}") from error
+        try:
+            inputs = INPUTS[name]() if name in INPUTS else inputs_for(model)
+        except Exception as error:
+            raise NotFedError(f"{type(error).__name__}: {error}") from error
+        return Case("transformers", name, family, rebuild, inputs, model=model, given=name in INPUTS)
+
+    kind = getattr(getattr(transformers, name), "config_class", None) or CONFIG_MAPPING[family]
+    return Small(kind(), OVERRIDES).first(works)
 
 
 def inputs_for(model: nn.Module) -> Inputs:
     """Returns the first inputs that a model takes; images are made small where it takes any size."""
     error: Exception | None = None
-    for inputs in candidate_inputs(model):
+    for inputs in candidate_inputs(model, small=True):
         try:
             _run(model, inputs)
         except Exception as found:
-            error = found
+            # Inputs come likeliest first, and so do errors.
+            error = error or found
             continue
         pixels = inputs.kwargs.get("pixel_values")
         if pixels is not None and pixels.dim() == 4 and min(pixels.shape[2:]) > SIDE:
