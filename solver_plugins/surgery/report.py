@@ -241,7 +241,7 @@ def inspect_model(
     for block in tqdm(plan.blocks, "blocks", leave=False, disable=None if progress else True):
         one = chosen.get(block.name)
         rows.append(_left_row(plan, block, batch) if one is None else _chosen_row(plan, one, lipschitz, batch))
-    unbounded = spec.iters > 1 and spec.blend == 1 and spec.calibrate is None
+    unbounded = spec.iters > 1 and spec.blend == 1 and spec.calibrate is None and spec.gate is None
     scaled = {row.name for row in rows if row.converted and row.pattern in SCALE_PATTERNS and unbounded}
     rows = [_with_note(row, changes_scale()) if row.name in scaled else row for row in rows]
     warnings = [plan.selection.warning] if plan.selection.warning is not None else []

@@ -52,6 +52,7 @@ class BlockStatus:
         step: Step of the first iteration: ``1/(L + lam)``, or what the solver's rule makes of that.
         blend: Share of the solve in the block's output, if one is set.
         gain: Mean of the calibrated gains, if there are any.
+        gate: Mean of the gates, if there are any: 0 is the plain layer, 1 the solver.
         residual: What the last implicit solve left.
         calls: How often the block solved in the pass; None without a batch. The worst of several solves is reported.
         objective_first: ``F + g`` after the first iteration, mean over the batch.
@@ -77,6 +78,7 @@ class BlockStatus:
     step: float | None
     blend: float | None = None
     gain: float | None = None
+    gate: float | None = None
     residual: float | None = None
     calls: int | None = None
     objective_first: float | None = None
@@ -212,6 +214,7 @@ def _row(name: str, block: SolverBlock, names: dict[int, str]) -> BlockStatus:
         step=None if constant == "unknown" else _step(block, kernel),
         blend=_mean(block.blend),
         gain=_mean(block.channel_gain),
+        gate=_mean(block.gate),
         residual=float(block.residual) if solver.implicit else None,
     )
 
@@ -286,6 +289,7 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     for heading, values in (
         ("blend", [block.blend for block in blocks]),
         ("gain", [block.gain for block in blocks]),
+        ("gate", [block.gate for block in blocks]),
         ("like p", [block.effective_rate for block in blocks]),
         ("implicit residual", [block.residual for block in blocks]),
     ):
@@ -299,7 +303,7 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
         columns["scale"] = ["" if block.scale is None else f"{number(block.scale)}x" for block in blocks]
         columns["verdict"] = [block.verdict or "" for block in blocks]
     right = {"L", "step", "drift", "blend", "gain", "like p", "implicit residual", "objective", "residual", "scale"}
-    right.add("L / eval")
+    right |= {"gate", "L / eval"}
     table = plain_table(list(columns), right)
     for cells in zip(*columns.values(), strict=True):
         table.add_row(*cells)
