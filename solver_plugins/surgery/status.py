@@ -298,7 +298,8 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     if passed:
         columns["objective"] = [_objective(block, roomy) for block in blocks]
         columns["residual"] = [number(block.last_residual, 2) for block in blocks]
-        if any(block.of_evaluation is not None for block in blocks):
+        # A warning says where this is far from one.
+        if roomy and any(block.of_evaluation is not None for block in blocks):
             columns["L / eval"] = [number(block.of_evaluation, 2) for block in blocks]
         columns["scale"] = ["" if block.scale is None else f"{number(block.scale)}x" for block in blocks]
         columns["verdict"] = [block.verdict or "" for block in blocks]
