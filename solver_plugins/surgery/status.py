@@ -281,7 +281,10 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     if roomy or not passed:
         columns["prior"] = [block.prior for block in blocks]
     columns["L"] = [number(block.L) for block in blocks]
-    columns["step"] = [number(block.step) for block in blocks]
+    apart = any(block.of_evaluation is not None for block in blocks)
+    # A narrow table of a pass leaves out what the other columns imply.
+    if roomy or not passed:
+        columns["step"] = [number(block.step) for block in blocks]
     if roomy or not passed or any(block.constant != "certified" for block in blocks):
         columns["constant"] = [block.constant for block in blocks]
     if roomy or not passed:
@@ -296,10 +299,10 @@ def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
         if any(value is not None for value in values):
             columns[heading] = [number(value) for value in values]
     if passed:
-        columns["objective"] = [_objective(block, roomy) for block in blocks]
+        if roomy or not apart:
+            columns["objective"] = [_objective(block, roomy) for block in blocks]
         columns["residual"] = [number(block.last_residual, 2) for block in blocks]
-        # A warning says where this is far from one.
-        if roomy and any(block.of_evaluation is not None for block in blocks):
+        if apart:
             columns["L / eval"] = [number(block.of_evaluation, 2) for block in blocks]
         columns["scale"] = ["" if block.scale is None else f"{number(block.scale)}x" for block in blocks]
         columns["verdict"] = [block.verdict or "" for block in blocks]
