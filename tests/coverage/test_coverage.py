@@ -367,8 +367,8 @@ def test_small_values(name, value, expected):
 
 
 def test_equal_tokens_stay_equal_in_a_small_vocabulary():
-    made = small.Small(LlavaConfig(image_token_index=32000, pad_token_id=32000))
-    assert made.values["image_token_index"] == made.values["pad_token_id"] < 128
+    made = small.Small(LlavaConfig(image_token_index=32000, text_config=LlamaConfig(bos_token_id=32000)))
+    assert made.values["image_token_index"] == made.values["text_config.bos_token_id"] < 128
 
 
 def test_page_by_task():
