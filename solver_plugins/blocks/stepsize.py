@@ -34,7 +34,9 @@ from solver_plugins.solve import working_dtype
 WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""
 JUMP = 0.2
-"""Weights that changed by more than this share are new to the vectors, which then take more steps."""
+"""Weights that turned by more than this share are new to the vectors, which then take more steps."""
+BATCH_ROUNDS = 2
+"""Power steps for the scales of a batch, in threes; more would change little (tests/blocks/test_step_truth.py)."""
 STEP_BUFFERS = ("L", "power_vectors", "power_ratio", "image", "certified_L", "followed")
 KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "channel_gain", "channel_shift", "blend")
 """All buffers that keep their precision when the weights lose theirs."""
@@ -121,7 +123,7 @@ class TrackedStep(Refusing):
         still = _within_rounding(change)
         if at_hand and still:
             return self.L.clone()
-        constant, vectors = self._estimate(kernel, change, self._reference(), gram)
+        constant, vectors = self._estimate(kernel, image, self._reference(), gram)
         moved = ~still & torch.isfinite(constant)
         constant = torch.where(moved, constant, self.L)
         # A transform of torch.func computes for weights that are not the block's own.
@@ -134,10 +136,10 @@ class TrackedStep(Refusing):
         return constant
 
     def _estimate(
-        self, kernel: Tensor, change: Tensor, diagonal: Tensor | None, gram: Tensor | None = None
+        self, kernel: Tensor, image: Tensor, diagonal: Tensor | None, gram: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns the constant of ``diag(d) A`` by power steps from where they stand, and where they stand then."""
-        jumped = is_eager(kernel.device) and type(kernel) is Tensor and not change <= JUMP
+        jumped = is_eager(kernel.device) and type(kernel) is Tensor and not _turn(image, self.image) <= JUMP
         estimate, vectors = follow(kernel, self.geometry, self.power_vectors, diagonal, gram, patient=jumped)
         return torch.as_tensor(estimate, dtype=self.L.dtype, device=self.L.device) * self.power_ratio, vectors
 
@@ -158,7 +160,9 @@ class TrackedStep(Refusing):
         bound = rescaled_bound(constant, diagonal, reference)
         if not batch:
             return bound
-        estimate = self._estimate(kernel.detach(), _change(diagonal, reference), diagonal)[0]
+        # As many steps in a compiled graph as without one, so that both take the same step size.
+        found, _ = follow(kernel.detach(), self.geometry, self.power_vectors, diagonal, rounds=BATCH_ROUNDS)
+        estimate = torch.as_tensor(found, dtype=self.L.dtype, device=self.L.device) * self.power_ratio
         return torch.where(torch.isfinite(estimate), torch.minimum(estimate, bound), bound)
 
     @torch.no_grad()
@@ -265,9 +269,9 @@ class TrackedStep(Refusing):
         kernel = self._kernel_at_rest().detach()
         if not self._in_reach(kernel):
             return "unknown", None
-        change, origin, constant = _change(image_of(kernel), self.image), "followed", self.L
-        if not _within_rounding(change):
-            origin, constant = "stale", self._estimate(kernel, change, self._reference())[0]
+        image, origin, constant = image_of(kernel), "followed", self.L
+        if not _within_rounding(_change(image, self.image)):
+            origin, constant = "stale", self._estimate(kernel, image, self._reference())[0]
         elif not self.followed and all(
             _within_rounding(_change(value, getattr(self, name))) for name, value in self._new_reference(kernel).items()
         ):
@@ -347,6 +351,12 @@ def _change(new: Tensor, old: Tensor) -> Tensor:
     """Returns how far apart two vectors are, in units of the second; NaN where there is one."""
     apart, size = (new - old).abs().amax(), old.abs().amax()
     return apart / size.clamp_min(torch.finfo(size.dtype).tiny)
+
+
+def _turn(new: Tensor, old: Tensor) -> Tensor:
+    """Returns how far apart two vectors are beside a common factor, which leaves singular vectors where they are."""
+    factor = torch.dot(new, old) / torch.dot(old, old).clamp_min(torch.finfo(old.dtype).tiny)
+    return _change(new, factor * old)
 
 
 def _within_rounding(change: Tensor) -> Tensor:

@@ -115,6 +115,7 @@ def follow(
     diagonal: Tensor | None = None,
     gram: Tensor | None = None,
     patient: bool = False,
+    rounds: int | None = None,
 ) -> tuple[Number, Tensor]:
     """Returns an estimate of ``lambda_max(A A^T)``, a number if reading one costs nothing, and the next vectors.
 
@@ -129,16 +130,17 @@ def follow(
         diagonal: Follows ``diag(d) A`` instead.
         gram: ``A A^T`` if it is known, only for a matrix without a diagonal.
         patient: Whether these weights are far from those that the vectors belong to.
+        rounds: How often three steps are taken, whether values can be read or not; None takes as many as gain.
     """
     with autocast_off(kernel.device):
         scaled = scaled_kernel(kernel, diagonal, vectors.dtype)
         at_hand = is_eager(kernel.device) and type(scaled) is Tensor
         tiny = torch.finfo(vectors.dtype).tiny
-        for round in range(MOST_ROUNDS if at_hand else 1):
+        for round in range(rounds or (MOST_ROUNDS if at_hand else 1)):
             steps = warm_steps(scaled, geometry, vectors, at_hand, gram)
             second, third, vectors = steps.second, steps.third, steps.vectors
             gain = _within(third / _within(second, tiny), 1.0, 2.0)
-            if at_hand and not (gain > STILL_GROWING or (patient and round < MOST_ROUNDS - 1)):
+            if rounds is None and at_hand and not (gain > STILL_GROWING or (patient and round < MOST_ROUNDS - 1)):
                 break
         return _within(_within(third, second) * gain**2, steps.largest), vectors
 

@@ -109,7 +109,8 @@ class Anderson(Solver):
         # Shaped before the choice: a block that returned a view would lose FSDP2's hook to an in-place activation.
         v, better = mixed.reshape(image.shape), size < state.best_size
         if is_eager(image.device) and bool(better.all()):
-            return HistoryState(v, step, flat_image, residual, image_moves, moves, normal, flat_image, size)
+            # Not a view: an activation behind the block may work in place.
+            return HistoryState(v.clone(), step, flat_image, residual, image_moves, moves, normal, flat_image, size)
         best_image, best_size = (
             torch.where(better, new, old) for new, old in ((flat_image, state.best_image), (size, state.best_size))
         )

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from solver_plugins import convert_model
-from solver_plugins.operators import tracking
 from tests.blocks.linked import Net, assert_same, block, converted, inputs, results, twins
 from tests.tolerances import tolerance
 
@@ -121,10 +120,8 @@ def test_autocast(body, kind, shared):
         (residual_by_function, "linear", False, True),
     ],
 )
-def test_compiled_whole(body, kind, shared, training, monkeypatch):
+def test_compiled_whole(body, kind, shared, training):
     torch.compiler.reset()
-    # A graph takes a fixed number of power steps behind a norm; the reference takes as many.
-    monkeypatch.setattr(tracking, "MOST_ROUNDS", 1)
     plain, made, x = twins(body, kind, shared=shared)
     plain.train(training), made.train(training)
     compiled = torch.compile(made, backend="eager", fullgraph=True)

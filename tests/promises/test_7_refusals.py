@@ -67,7 +67,8 @@ def test_targets(name):
 
 def test_nothing_to_convert():
     """Promise 7: no convertible block, with the reason for each layer."""
-    refused(nn.Sequential(nn.Linear(4, 4)), ConversionError, "0: ", example_inputs=torch.randn(2, 4))
+    lone = nn.Sequential(nn.Linear(4, 4))
+    refused(lone, ConversionError, "0: ", pattern="linear-act", example_inputs=torch.randn(2, 4))
     refused(nn.Sequential(nn.ReLU()), ConversionError, "No layer", example_inputs=torch.randn(2, 4))
 
 
