@@ -106,6 +106,8 @@ def check_wheel(wheel: Path, version: str) -> None:
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "solver_plugins").rglob("*.py")}
     for kind, pattern in SHARED.items():
         expected |= {f"{stem}.data/data/share/solver_plugins/{kind}/{path.name}" for path in ROOT.glob(pattern)}
+    # Recipes name it as the file beside their folder.
+    expected.add(f"{stem}.data/data/share/solver_plugins/finetune.schema.json")
     for file in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "top_level.txt"):
         expected.add(f"{stem}.dist-info/{file}")
     with zipfile.ZipFile(wheel) as archive:

@@ -35,8 +35,8 @@ WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""
 JUMP = 0.2
 """Weights that turned by more than this share are new to the vectors, which then take more steps."""
-BATCH_ROUNDS = 2
-"""Power steps for the scales of a batch, in threes; more would change little (tests/blocks/test_step_truth.py)."""
+BATCH_ROUNDS = 1
+"""How often three power steps are taken for the scales of a batch; tests/blocks/test_step_truth.py checks it."""
 STEP_BUFFERS = ("L", "power_vectors", "power_ratio", "image", "certified_L", "followed")
 KEPT_BUFFERS = (*STEP_BUFFERS, "diagonal_reference", "residual", "channel_gain", "channel_shift", "blend")
 """All buffers that keep their precision when the weights lose theirs."""
