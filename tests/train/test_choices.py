@@ -89,7 +89,7 @@ def test_a_linear_probe_trains_the_head_alone(tmp_path):
 
 def test_layers_thaw_when_they_are_told_to():
     model = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(2, 2))
-    config = FinetuneConfig.parse(options("x", freeze=["0", "1"], unfreeze={3: "1", 4: ".*"}, solver=None))
+    config = FinetuneConfig.parse(options("x", freeze=["0", "1"], unfreeze={3: "1", 4: ".*"}, solver=None, epochs=5))
     chosen = Trainable(config, model)
     for epoch, expected in ((1, {"3.weight", "3.bias"}), (3, {"3.weight", "3.bias", "1.weight", "1.bias"})):
         model.train()
