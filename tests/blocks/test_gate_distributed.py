@@ -48,7 +48,7 @@ def _apart(rank, kind, way):
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
-@pytest.mark.parametrize("kind", ["channel", "scalar"])
+@pytest.mark.parametrize("kind", ["channel", pytest.param("scalar", marks=pytest.mark.slow)])
 def test_two_processes_train_gates_as_one_does(kind, way):
     model, x, labels = _made(kind)
     expected = _trained(model, model, x, labels)
