@@ -1,8 +1,7 @@
 """Plain layers that compute what solver blocks compute in evaluation: the iterations become one weight and one bias.
 
-Without a prior a solve is affine: ``v_K = W_K u + b_K``. A block is solved for the unit vectors, in float64, by the
-code that evaluation runs, so that gains, shifts and blends are part of the result. Behind a BatchNorm of diagonal
-``d`` and mean ``m`` the norm stays where it is:
+Without a prior a solve is affine: ``v_K = W_K u + b_K``, gains, shifts, blends and gates included, which the solve
+forms in float64 (``affine_map``). Behind a BatchNorm of diagonal ``d`` and mean ``m`` the norm stays where it is:
 
     d (W_K/d u + b - m) + (b_K - d (b - m)) = W_K u + b_K,
 
@@ -23,7 +22,7 @@ from solver_plugins.blocks.fold import is_frozen, running_diagonal
 from solver_plugins.blocks.outlet import folded_norm
 from solver_plugins.operators import autocast_off, operator_from_kernel, rescaled_bound
 from solver_plugins.prox import IdentityPrior
-from solver_plugins.solve import Constants, pose_problem, solve_block
+from solver_plugins.solve import Constants, affine_map
 from solver_plugins.solve.layout import is_matrix
 from solver_plugins.surgery.apply import refuse_sharded, restore_plain
 from solver_plugins.surgery.errors import ConversionError
@@ -192,7 +191,8 @@ def _merged(block: SolverBlock) -> Merged | str:
     with autocast_off(kernel.device):
         constant = _constant(block, kernel)
         if block.link is None:
-            weight, shift = _solved(block, kernel.to(dtype), constant, None, bias)
+            given = kernel.new_zeros(len(kernel), dtype=dtype) if bias is None else bias
+            weight, shift = _map_of(block, kernel.to(dtype), constant, None, given)
             if bias is None and bool(shift.any()):
                 return "it has a shift, and its layer no bias that could take it over"
             merged = Merged(weight, None if bias is None else shift)
@@ -202,7 +202,7 @@ def _merged(block: SolverBlock) -> Merged | str:
             constant = rescaled_bound(constant, diagonal, block.diagonal_reference.to(dtype))
             centred = -norm.running_mean.to(dtype) if bias is None else bias - norm.running_mean
             offset = diagonal * centred
-            weight, shift = _solved(block, kernel.to(dtype), constant, diagonal, norm.bias.to(dtype) + offset)
+            weight, shift = _map_of(block, kernel.to(dtype), constant, diagonal, norm.bias.to(dtype) + offset)
             rows = diagonal.reshape(-1, *(1,) * (weight.dim() - 1))
             weight = torch.where(rows == 0, kernel.to(dtype), weight / torch.where(rows == 0, 1.0, rows))
             merged = Merged(weight, shift - offset)
@@ -221,27 +221,14 @@ def _constant(block: SolverBlock, kernel: Tensor) -> Tensor:
         block.training = training
 
 
-def _solved(
-    block: SolverBlock, kernel: Tensor, constant: Tensor, diagonal: Tensor | None, bias: Tensor | None
+def _map_of(
+    block: SolverBlock, kernel: Tensor, constant: Tensor, diagonal: Tensor | None, bias: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns ``W_K``, shaped as the kernel, and ``b_K``."""
-    shape, taps = _window(block, kernel), kernel[0].numel()
-    # One number at a time, in all groups at once: they do not see each other. The last input is zero.
-    units = torch.eye(taps + 1, taps, dtype=kernel.dtype, device=kernel.device).reshape(-1, 1, *kernel.shape[1:])
-    input = units.new_zeros(taps + 1, block.geometry.groups, *kernel.shape[1:2], *shape[1:])
-    places: Any = (..., *(slice(None, None, step) for step in block.geometry.dilation))
-    input[places] = units
-    input = input.reshape(taps + 1, *shape)
-    operator = operator_from_kernel(kernel, block.geometry, input.shape, diagonal)
-
-    def plain() -> Tensor:
-        output = operator.apply(input)
-        return output if bias is None else output + operator.per_feature(bias)
-
-    constants = Constants(constant)
-    problem = pose_problem(block.solver, block.prior, operator, input, constants, plain, bias=bias)
-    found = solve_block(problem, block.solver, constants, block._scale(), training=False)[0].flatten(1)
-    return (found[:-1] - found[-1]).t().reshape(kernel.shape), found[-1]
+    operator = operator_from_kernel(kernel, block.geometry, _window(block, kernel), diagonal)
+    weight, shift = affine_map(block.solver, block.prior, operator, bias, Constants(constant), block._scale())
+    assert shift is not None
+    return weight, shift
 
 
 @torch.no_grad()
