@@ -1,7 +1,7 @@
 """The errors and warnings of recording, choosing and converting, and how they name a user's options."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Literal
 
@@ -52,6 +52,12 @@ def option(name: str, value: object = None) -> str:
     return f"{name}=" if value is None else f"{name}={value!r}"
 
 
+def listed(options: Mapping[str, object]) -> str:
+    """Returns several options in a form that can be pasted."""
+    between = ", " if _PLACE.get() == "python" else " "
+    return between.join(option(name, value) for name, value in options.items())
+
+
 def listing() -> str:
     """Returns how a user lists the layers of a model that are worth converting."""
     return {
@@ -65,7 +71,8 @@ def changes_scale() -> str:
     """Returns the advice about norm and skip patterns, where every further iteration makes activations larger."""
     python = _PLACE.get() == "python"
     calibrate = "calibrate(model, batches)" if python else option("calibrate")
-    return f"changes the network's scale: use {calibrate} or {option('blend')}"
+    ways = f"{option('gate', 'channel')}, {calibrate} or {option('blend')}"
+    return f"changes the network's scale: use {ways}"
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from solver_plugins.surgery.printing import (
 )
 from solver_plugins.surgery.select import Chosen
 from solver_plugins.surgery.spec import DEFAULTS, ConversionSpec
-from solver_plugins.surgery.suggest import Suggestion, block_cost, suggestions_for
+from solver_plugins.surgery.suggest import Suggestion, block_cost, shown_suggestions, suggestions_for
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -44,9 +44,14 @@ COLUMNS = {
     "L": "L: a certified bound on the largest eigenvalue of A A^T, which the step is made from.",
     "FLOPs": "FLOPs: of a forward pass in training, per sample.",
     "cost": "cost: the same in units of the plain layer.",
-    "path": "path: how iterates are computed.",
 }
-"""What the columns of the table mean, and the words under a layer's name."""
+"""What the columns of the table mean."""
+_WORDS = {
+    True: "step: the size of a first step. prior: its proximal map is the activation. path: how iterates are computed.",
+    False: "Below a name: the pattern, the prior (its proximal map is the activation), the path (how iterates are "
+    "computed).",
+}
+"""What the words about a layer mean, where they have columns and where they stand below its name."""
 MANY_ROWS = 40
 """With more blocks than this, layers that repeat share a line."""
 
@@ -179,16 +184,16 @@ class Report(Printable):
         shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
         if self.converted:
             shown += [_table(self.converted, width), sentence(""), sentence(self._total_line())]
-            shown.append(sentence(_explained(self.converted), "dim"))
+            shown.append(sentence(_explained(self.converted, width), "dim"))
         shown += [sentence(f"Warning: {text}", "yellow") for text in self.warnings]
         if self.suggestions:
-            shown += _suggested(self.suggestions)
+            shown += shown_suggestions(self.suggestions)
         left: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if not row.converted:
                 left.setdefault((row.pattern, row.reason), []).append(row.name)
         if left:
-            shown.append(sentence("Left alone:"))
+            shown += [sentence(""), sentence("Left alone:", "bold")]
         for (pattern, reason), names in left.items():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             shown.append(sentence(f"{names[0]}{more} ({pattern}): {reason}", "dim", indent=2))
@@ -376,21 +381,7 @@ def _table(rows: list[LayerRow], width: int) -> "RenderableType":
     return table
 
 
-def _explained(rows: list[LayerRow]) -> str:
+def _explained(rows: list[LayerRow], width: int) -> str:
     """Returns what the columns of a table mean."""
     without = {"p, tau": all(row.tau is None for row in rows), "L": all(row.L is None for row in rows)}
-    return " ".join(text for heading, text in COLUMNS.items() if not without.get(heading))
-
-
-def _suggested(suggestions: tuple[Suggestion, ...]) -> "list[RenderableType]":
-    shown = [sentence("Worth converting (cost of these layers alone, in training and in evaluation):", "bold")]
-    for one in suggestions:
-        kinds = dict.fromkeys(map(without_numbers, one.layers))
-        names = ", ".join(list(kinds)[:4]) + (f" and {len(kinds) - 4} more" if len(kinds) > 4 else "")
-        merging = "can be merged into plain layers" if one.merges else "stays a solver"
-        shown += [
-            sentence(f"{len(one.layers)} x {names}", indent=2),
-            sentence(f"{number(one.training)}x and {number(one.evaluation)}x; {merging}; {one.why}", "dim", indent=4),
-            sentence(f"{one.ask()}", "cyan", indent=4),
-        ]
-    return shown
+    return " ".join([*(text for heading, text in COLUMNS.items() if not without.get(heading)), _WORDS[width >= ROOMY]])

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,11 +11,15 @@ from solver_plugins.prox import IdentityPrior
 from solver_plugins.solve import ProxGD, Solver
 from solver_plugins.solve.layout import is_matrix
 from solver_plugins.surgery.cost import Cost, cost_of
-from solver_plugins.surgery.errors import option
+from solver_plugins.surgery.errors import listed, option
 from solver_plugins.surgery.parts import Block
 from solver_plugins.surgery.plan import Plan
+from solver_plugins.surgery.printing import number, sentence, without_numbers
 from solver_plugins.surgery.select import HEAD_RATE, Chosen, select
 from solver_plugins.surgery.spec import ConversionSpec
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _NORMED = ("linear-norm-act", "linear-norm-skip-act", "linear-skip-act")
 
@@ -44,7 +48,7 @@ class Suggestion:
 
     def ask(self) -> str:
         """Returns the options as the user writes them."""
-        return ", ".join(option(name, value) for name, value in self.options.items()) or "by default"
+        return listed(self.options) or "by default"
 
 
 def block_cost(block: Block, solver: Solver) -> Cost:
@@ -66,6 +70,22 @@ def suggestions_for(plan: Plan) -> tuple[Suggestion, ...]:
             groups.setdefault(_kind(one.block), []).append(one)
     order = ("default", "classifier", "no prior", "prior", "norm or skip")
     return tuple(_suggestion(kind, groups[kind], spec, default.warning) for kind in order if groups.get(kind))
+
+
+def shown_suggestions(suggestions: Sequence[Suggestion]) -> "list[RenderableType]":
+    """Returns suggestions as lines of a report."""
+    heading = "Worth converting (cost of these layers alone, in training and in evaluation):"
+    shown = [sentence(""), sentence(heading, "bold")]
+    for one in suggestions:
+        kinds = dict.fromkeys(map(without_numbers, one.layers))
+        names = ", ".join(list(kinds)[:4]) + (f" and {len(kinds) - 4} more" if len(kinds) > 4 else "")
+        merging = "can be merged into plain layers" if one.merges else "stays a solver"
+        shown += [
+            sentence(f"{len(one.layers)} x {names}", indent=2),
+            sentence(f"{number(one.training)}x and {number(one.evaluation)}x; {merging}; {one.why}", "dim", indent=4),
+            sentence(f"{one.ask()}", "cyan", indent=4),
+        ]
+    return shown
 
 
 def _kind(block: Block) -> str:
@@ -97,7 +117,7 @@ def _suggestion(kind: str, chosen: Sequence[Chosen], spec: ConversionSpec, warni
         "classifier": "the last layer alone: little to pay, little to break",
         "no prior": "the activations behind them stay as they are",
         "prior": "with their activations, as in the paper",
-        "norm or skip": f"changes a pretrained scale most; take {option('blend', 0.1)} or {option('calibrate')}, too",
+        "norm or skip": f"changes a pretrained scale most; {option('gate', 'channel')} starts as the network is",
     }[kind]
     return Suggestion(kind, names, _options(kind, chosen, spec), training / plain, evaluation / plain, merges, why)
 

@@ -51,6 +51,8 @@ def test_the_table_is_readable_in_every_width(monkeypatch: pytest.MonkeyPatch) -
             assert any(line.startswith(f"{name} ") or line == name for line in lines), (width, name)
         text = " ".join(str(report).split())
         assert "cost: the same in units of the plain layer" in text and "linear-norm-skip-act" in text
+        # Every word of the table is explained below it, wherever it stands.
+        assert ("Below a name: the pattern" in text) == (width < 110) and "how iterates are computed" in text
 
 
 def test_suggestions_speak_the_words_of_the_place() -> None:
@@ -60,7 +62,7 @@ def test_suggestions_speak_the_words_of_the_place() -> None:
     assert last.options == {"pattern": ["linear"], "last": False, "p": 0.5} and last.layers == ("0",)
     assert last.ask() == "pattern=['linear'], last=False, p=0.5"
     with speaking("command line"):
-        assert last.ask() == "--pattern linear, --no-last, --p 0.5"
+        assert last.ask() == "--pattern linear --no-last --p 0.5"
     with speaking("config"):
-        assert last.ask() == "solver.pattern=[linear], solver.last=False, solver.p=0.5"
+        assert last.ask() == "solver.pattern=[linear] solver.last=False solver.p=0.5"
     assert report.to_dict()["suggestions"][-1]["merges"] and "Worth converting" in str(report)
