@@ -45,7 +45,9 @@ test-gpu: $(STAMP) ## Run the tests that need a CUDA or MPS device (ARGS="...")
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 
 coverage: $(STAMP) ## Check every model of timm and transformers; takes hours, and continues where it stopped (WORKERS=2)
-	$(BIN)/python -m tests.coverage --workers $(WORKERS) --table docs/coverage.md $(ARGS)
+	$(BIN)/python -m tests.coverage.newcomer > /dev/null
+	$(BIN)/python -m tests.coverage --transformers --workers $(WORKERS) --first-call runs/newcomer.jsonl --table docs/coverage.md $(ARGS)
+	$(BIN)/python -m tests.coverage --timm --workers $(WORKERS) --table docs/coverage_timm.md $(ARGS)
 
 lint: lint-style lint-format lint-types lint-imports ## Run all checks that need no tests
 

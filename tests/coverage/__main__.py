@@ -1,6 +1,6 @@
 """Converts, checks and reverts every model of timm and every class of transformers' auto mappings.
 
-    python -m tests.coverage --workers 2 --table docs/coverage.md
+    python -m tests.coverage --transformers --workers 2 --table docs/coverage.md --first-call runs/newcomer.jsonl
     python -m tests.coverage --timm --filter 'resnet*'
 
 A run continues where the last one stopped: results are lines of the file --output, and models that are in it already
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from tests.arguments import at_least
-from tests.coverage import run, sample, table
+from tests.coverage import newcomer, run, sample, table
 
 LIBRARIES = ("timm", "transformers")
 
@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for task in tasks
         if (task.library, task.name) in rows
     ]
-    text = table.page(found, *run.when_and_with_what(found))
+    first = [] if options.first_call is None else newcomer.section(newcomer.done(options.first_call))
+    text = table.page(found, *run.when_and_with_what(found), first)
     if options.table is None:
         print(text.partition("\n## timm by family")[0].partition("\n## Layers that")[0])
     else:
@@ -72,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
         "--output", type=pathlib.Path, default=pathlib.Path("runs/coverage.jsonl"), help="results (%(default)s)"
     )
     parser.add_argument("--table", type=pathlib.Path, help="also write a Markdown page")
+    parser.add_argument(
+        "--first-call", type=pathlib.Path, metavar="RESULTS", help="put results of tests.coverage.newcomer on that page"
+    )
     parser.add_argument("--only-table", action="store_true", help="check nothing, only write the page")
     return parser
 

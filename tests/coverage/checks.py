@@ -11,8 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any
 
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +29,7 @@ from solver_plugins.surgery import (
 )
 from solver_plugins.surgery.clone import clone
 from tests.coverage import passes
+from tests.coverage.files import load_weights, save_weights
 from tests.coverage.reference import Watch
 from tests.coverage.result import ITERS, TOLERANCE, Case, CheckError, NotBuiltError, NotFedError, Row, told
 from tests.coverage.same import network_id
@@ -46,8 +45,6 @@ from tests.coverage.weights import (
 LARGE = 350_000_000
 """Only one model with more parameters than this is in memory at a time."""
 SMALL = 5_000_000
-PARTS = 8
-"""Weights are loaded in this many parts."""
 
 
 def check(
@@ -312,9 +309,9 @@ class _Check:
         constants = {name: block.L.clone() for name, block in blocks_of(self.model).items()}
         with tempfile.TemporaryDirectory() as folder:
             path = pathlib.Path(folder) / "model.safetensors"
-            shared = _save(self.model, path)
+            shared = save_weights(self.model, path)
             fresh = self.case.build()
-            missing, unexpected = _load(fresh, path)
+            missing, unexpected = load_weights(fresh, path)
             if missing - shared or unexpected:
                 raise CheckError(f"a plain model did not take the weights: missing {missing}, unexpected {unexpected}")
         apply_conversion(fresh, Conversion.from_json(text))
@@ -362,37 +359,6 @@ def _changed(one: dict[str, Any], other: dict[str, Any]) -> str:
 
 def _is_tensor(thing: Any) -> bool:
     return isinstance(thing, Tensor)
-
-
-def _save(model: nn.Module, path: pathlib.Path) -> set[str]:
-    """Saves a state dict, tensors that share memory once; returns the keys that were left out."""
-    state, left, seen = {}, set(), set()
-    for key, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if tensor.numel() and place in seen:
-            left.add(key)
-            continue
-        seen.add(place)
-        state[key] = tensor.contiguous()
-    safetensors.torch.save_file(state, path)
-    return left
-
-
-def _load(model: nn.Module, path: pathlib.Path) -> tuple[set[str], set[str]]:
-    """Loads a state dict in parts, to save memory, and returns missing and unexpected keys.
-
-    Tensors are copied, not assigned: a mapped file is aligned differently, and sums over it round differently.
-    """
-    missing, unexpected = set(model.state_dict()), set()
-    with safetensors.safe_open(path, "pt") as file:
-        keys = list(file.keys())
-    for start in range(0, len(keys), size := -(-len(keys) // PARTS)):
-        # The file is opened again for each part: what was read stays in memory as long as the file is mapped.
-        with safetensors.safe_open(path, "pt") as file:
-            part = {key: file.get_tensor(key) for key in keys[start : start + size]}
-        unexpected |= set(model.load_state_dict(part, strict=False).unexpected_keys)
-        missing -= part.keys()
-    return missing, unexpected
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@
 
 ``convert_model(model, solver="proxsg", iters=10)``: which layers it converts, at which rate, and where that is from. A
 model of timm is tried as ``timm.create_model(name)`` makes it, and with ``drop_rate=0.5``. Like the other checks it
-continues where it stopped; ``python -m tests.coverage --table PAGE`` puts the results on its page.
+continues where it stopped; ``python -m tests.coverage --first-call RESULTS --table PAGE`` puts the results on its page.
 """
 
 import argparse

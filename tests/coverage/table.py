@@ -1,6 +1,7 @@
 """The results of many models as a Markdown page."""
 
 import statistics
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from solver_plugins.surgery import PATTERNS
 from tests.coverage.result import CHECKS, ITERS, TOLERANCE
 
 Result = Mapping[str, Any]
+WIDTH = 100
+"""Of a line of text."""
 _STEPS = ("built", "fed", "ran")
 _REACHED = (
     "Built: a small config was found. Fed: the plain model runs with some inputs; they are automatic if they are made "
@@ -16,6 +19,10 @@ _REACHED = (
     "generates, those whose scores and tokens are the same at one iteration."
 )
 _LIBRARIES = ("timm", "transformers")
+_WHAT = {
+    "timm": "every model of `timm.list_models()`",
+    "transformers": "every class of transformers' auto mappings with a small config",
+}
 _MEANING = {
     "walked": "the forward pass is recorded and its blocks are found",
     "converted": '`convert_model(model, solver="proxgd", iters=1, pattern="all")` converts',
@@ -32,25 +39,29 @@ _MEANING = {
 }
 
 
-def page(rows: Iterable[Result], versions: Mapping[str, str], date: str) -> str:
+def page(rows: Iterable[Result], versions: Mapping[str, str], date: str, first: Sequence[str] = ()) -> str:
     """Returns the page.
 
     Args:
         rows: Results, one per model.
         versions: Of the libraries.
         date: When the results were made.
+        first: Lines of the section about a newcomer's call.
     """
     rows = sorted(rows, key=lambda row: (row["library"], row["family"], row["name"]))
+    libraries = {row["library"] for row in rows}
+    what = " and ".join(_WHAT[name] for name in _LIBRARIES if name in libraries)
+    name = "" if len(libraries) != 1 else f" of {libraries.pop()}"
     parts = [
-        "# Coverage",
+        f"# Coverage{name}",
         "",
-        "Every model of `timm.list_models()`, and every class of transformers' auto mappings with a small config. "
-        "Written by `python -m tests.coverage --table docs/coverage.md`; do not edit.",
+        f"{what[:1].upper()}{what[1:]}. Written by `python -m tests.coverage`; do not edit.",
         "",
         f"{date}; " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
         *_totals(rows),
         *_tasks(rows),
+        *first,
         *_families(rows),
         *_left(rows),
         *_reduced(rows),
@@ -59,7 +70,15 @@ def page(rows: Iterable[Result], versions: Mapping[str, str], date: str) -> str:
         *_failures(rows),
         *_foreign(rows),
     ]
-    return "\n".join(parts).rstrip() + "\n"
+    return "\n".join(wrapped for line in parts for wrapped in _wrapped(line)).rstrip() + "\n"
+
+
+def _wrapped(line: str) -> list[str]:
+    """Returns a line of text as lines that are not too long; those of tables stay as they are."""
+    if line.startswith("|") or len(line) <= WIDTH:
+        return [line]
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.wrap(line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def _table(heading: Sequence[str], lines: Iterable[Sequence[Any]], right: int = 1) -> list[str]:

@@ -1,10 +1,6 @@
 """The fixed sample of models, every check; and that each check can fail."""
 
 import importlib
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -19,11 +15,10 @@ from solver_plugins.solve import products
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import apply as applying
 from tests.coverage import checks, passes, run, same, small, table, transformers_models, weights
-from tests.coverage.__main__ import main
 from tests.coverage.merging import merged
 from tests.coverage.reference import solve
 from tests.coverage.result import CHECKS, Case, Row
-from tests.coverage.run import Limits, Task, run_task
+from tests.coverage.run import Task, run_task
 from tests.coverage.sample import CI, HEADS, tasks
 from tests.coverage.steps import rough_steps
 
@@ -222,113 +217,6 @@ def test_estimates_end_with_their_context():
     torch.testing.assert_close(block.L, exact, rtol=0.1, atol=0.0)
 
 
-ROW = Row("timm", "a", "family", 10, passed=list(CHECKS), blocks={"linear": 2}, walk_seconds=0.1).to_dict()
-BAD = Row("timm", "b", "family", failures={"eval": "error 1 | 2"}, passed=["walked"], blocks={"linear": 1}).to_dict()
-ALIEN = Row("transformers", "c", "other", foreign="ImportError: no natten").to_dict()
-BARE = Row("timm", "d", "bare", passed=["walked"], left={"tied weight": 3}, reduced="7B: depth=2").to_dict()
-
-
-def test_page():
-    text = table.page([ROW, BAD, ALIEN, BARE], {"timm": "1.0"}, "2026-01-01")
-    assert "2026-01-01; timm 1.0." in text
-    lines = text.splitlines()
-    assert next(line for line in lines if line.startswith("| **walked**")).endswith("| 3/3 |  | 0/0 |  |")
-    assert next(line for line in lines if line.startswith("| **eval**")).endswith("| 1/2 |  | 0/0 |  |")
-    assert "| b | eval | error 1 \\| 2 |" in lines
-    assert "| c | ImportError: no natten |" in lines
-    assert "| d | 3x tied weight |" in lines
-    assert "| d | 7B: depth=2 |" in lines
-
-
-def test_results_are_resumed(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    some = [Task(*(row[key] for key in ("library", "name", "family"))) for row in (ROW, BAD, ALIEN)]
-    assert run.still_to_do(some, path, False) == some
-    for row in (ROW, BAD, ALIEN):
-        run.append(path, row)
-    with path.open("a") as file:
-        file.write('{"library": "timm", "na')
-    assert run.still_to_do(some, path, False) == []
-    assert run.still_to_do(some, path, True) == some[1:]
-    run.append(path, ROW | {"name": "b"})
-    assert run.still_to_do(some, path, True) == some[2:]
-
-
-@pytest.mark.parametrize(
-    ("limits", "reason"),
-    [(Limits(seconds=0.0), "took more than 0 seconds"), (Limits(memory=1), "GB, above the limit of")],
-)
-def test_a_worker_that_takes_too_much_is_a_failure(tmp_path, limits, reason):
-    path = tmp_path / "rows.jsonl"
-    run.run([Task("timm", "test_vit", "vision_transformer")], path, 1, limits)
-    (row,) = run.done(path).values()
-    assert reason in row["failures"]["worker"]
-    assert row["versions"].keys() == {"torch", "timm", "transformers"}
-
-
-def test_a_worker_that_dies_is_a_failure_and_the_run_goes_on(tmp_path):
-    """The first worker is killed from outside, as a machine out of memory does; the second task gets another one."""
-    path = tmp_path / "rows.jsonl"
-    script = tmp_path / "main.py"
-    script.write_text(
-        "import pathlib, threading, time, sys\n"
-        "from tests.coverage import run\n"
-        "start = run._Worker._start\n"
-        "def fragile(self):\n"
-        "    start(self)\n"
-        "    if not done:\n"
-        "        done.append(1)\n"
-        "        self.process.kill()\n"
-        "done = []\n"
-        "if __name__ == '__main__':\n"
-        "    run._Worker._start = fragile\n"
-        "    names = ('test_vit', 'test_nfnet')\n"
-        "    run.run([run.Task('timm', name, 'x') for name in names], pathlib.Path(sys.argv[1]), 1)\n"
-    )
-    subprocess.run([sys.executable, script, path], check=True, capture_output=True, env=_environment())
-    rows = {name: row for (_, name), row in run.done(path).items()}
-    assert "exit code -9: killed" in rows["test_vit"]["failures"]["worker"]
-    assert rows["test_nfnet"]["failures"] == {} and set(rows["test_nfnet"]["passed"]) == set(CHECKS)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in (os.getcwd(), *sys.path) if path)}
-
-
-def run_command(*args: Any) -> int:
-    try:
-        return main([str(arg) for arg in args])
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--sample", "small"], "Expected --sample ci; found 'small'."),
-        (["--filter", "resnext_of_tomorrow*"], "No model is called like 'resnext_of_tomorrow*'."),
-        (["--only-table"], "say where, with --table PATH"),
-    ],
-)
-def test_wrong_input(tmp_path, capsys, args, message):
-    assert run_command(*args, "--output", tmp_path / "rows.jsonl") == 2
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
-def test_command_writes_the_page(tmp_path, capsys):
-    path, page = tmp_path / "rows.jsonl", tmp_path / "docs" / "coverage.md"
-    row = ROW | {"name": "test_vit", "date": "2026-01-01", "versions": {"timm": "1.0"}}
-    path.write_text(json.dumps(row) + "\n")
-    options = ["--timm", "--filter", "test_vit", "--output", path, "--table", page]
-    assert run_command(*options) == 0
-    assert "1 of 1 models are in" in capsys.readouterr().err
-    assert "| family | 1 | 0 | 2 | 1/1 | 0.0 |" in page.read_text()
-    path.write_text(json.dumps(row | {"failures": {"eval": "error"}}) + "\n")
-    assert run_command(*options, "--only-table") == 1
-    assert "1 fail: test_vit" in capsys.readouterr().err
-
-
 def test_configs_of_transformers_are_small():
     names = dict(transformers_models.names())
     assert len(names) > 1500
@@ -369,18 +257,6 @@ def test_small_values(name, value, expected):
 def test_equal_tokens_stay_equal_in_a_small_vocabulary():
     made = small.Small(LlavaConfig(image_token_index=32000, text_config=LlamaConfig(bos_token_id=32000)))
     assert made.values["image_token_index"] == made.values["text_config.bos_token_id"] < 128
-
-
-def test_page_by_task():
-    rows = [
-        Row("transformers", "a", "x", passed=list(CHECKS), blocks={"linear": 2}, walk_seconds=0.1, generates="yes"),
-        Row("transformers", "b", "x", foreign="ImportError: no natten", missing="built"),
-        Row("transformers", "c", "x", foreign="ValueError: no bbox", missing="fed"),
-        Row("transformers", "d", "x", failures={"worker": "took more than 9 seconds"}),
-    ]
-    lines = table.page([row.to_dict() | {"tasks": ["causal lm"]} for row in rows], {}, "today").splitlines()
-    why = "1 needs a package that is not installed, 1 no inputs, 1 too slow or large for this run"
-    assert f"| causal lm | 4 | 2 | 1 | 1 | 1 | 1/1 | 1/1 | {why} |" in lines
 
 
 class Small(nn.Module):
