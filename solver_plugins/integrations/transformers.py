@@ -20,6 +20,7 @@ from transformers.utils.hub import cached_file
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from solver_plugins.blocks import blocks_of, gates_of
+from solver_plugins.blocks.gate import GATE
 from solver_plugins.equilibrium import DeepOptEq
 from solver_plugins.errors import SolverPluginsWarning, warn
 from solver_plugins.integrations.errors import LoadingError
@@ -77,6 +78,9 @@ class SolverPluginsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._source = (model.config._name_or_path, getattr(model.config, "_commit_hash", None))
+        # save_pretrained writes gates with the weights; the conversion, which comes later, holds them, too.
+        known = model._keys_to_ignore_on_load_unexpected or ()
+        model._keys_to_ignore_on_load_unexpected = {*known, rf"(^|\.){GATE}$"}
         return model
 
     def _tensors(self) -> dict[str, Tensor]:
