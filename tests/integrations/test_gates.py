@@ -12,7 +12,7 @@ from tests.integrations.cases import hugging_face_inputs, hugging_face_model, ti
 
 
 def aligned(model: nn.Module) -> nn.Module:
-    """Returns a copy in memory of its own: in a mapped file weights lie elsewhere, and sums over them round otherwise."""
+    """Returns a copy in memory of its own: sums over weights in a mapped file, which lie elsewhere, round otherwise."""
     return copy.deepcopy(model)
 
 
