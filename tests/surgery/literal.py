@@ -23,7 +23,7 @@ class Literal:
         warning: What was said.
     """
 
-    rates: dict[str, float]
+    rates: dict[str, float | None]
     source: str
     attributes: dict[str, float]
     warning: str | None
