@@ -4,6 +4,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch.profiler import ProfilerActivity, profile
@@ -25,12 +26,19 @@ def best_times(
 
 def peak_bytes(call: Callable[[], Any]) -> int:
     """Returns how many bytes of tensors a call holds at most beyond what was there before it."""
+    records = partial(profile, activities=[ProfilerActivity.CPU], profile_memory=True)
+    with records():  # The first profile of a process starts late, and misses the first events.
+        pass
     # What is collected meanwhile would count as given back by the call.
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as records:
-        call()
+    gc.disable()
+    try:
+        with records() as found:
+            call()
+    finally:
+        gc.enable()
     held = peak = 0
-    for event in records.profiler.kineto_results.events():
+    for event in found.profiler.kineto_results.events():
         if event.name() == "[memory]":
             held += event.nbytes()
             peak = max(peak, held)

@@ -218,13 +218,20 @@ def test_stopped_by_hand_says_how_to_go_on(tmp_path):
             options(tmp_path / "run", epochs=400, model={"spec": "timm/test_vit", "args": VIT})
         ).to_yaml()
     )
-    process = subprocess.Popen(
-        [sys.executable, "-m", "solver_plugins.cli", "finetune", str(config)], stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 120
-    while not list((tmp_path / "run").glob("solver/checkpoints/step-*")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    # A test run in the background ignores Ctrl-C, and its children would inherit that.
+    with subprocess.Popen(
+        [sys.executable, "-m", "solver_plugins.cli", "finetune", str(config)],
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
+        try:
+            deadline = time.monotonic() + 120
+            while not list((tmp_path / "run").glob("solver/checkpoints/step-*")) and time.monotonic() < deadline:
+                time.sleep(0.2)
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130 and "--resume" in said and "Traceback" not in said
     assert not (tmp_path / "run" / LOCK).exists()
