@@ -7,6 +7,7 @@ lines of JSON, appended one at a time; a later line about a model replaces an ea
 import contextlib
 import datetime
 import fcntl
+import importlib
 import importlib.metadata
 import json
 import multiprocessing
@@ -52,9 +53,8 @@ class Limits:
 
 def run_task(task: Task, known: Mapping[str, str] | None = None) -> Row:
     """Checks one model in this process; ``known`` are names of checked models by their network."""
-    from tests.coverage import timm_models, transformers_models
-
-    cases = timm_models if task.library == "timm" else transformers_models
+    # Only the library that is needed: each takes seconds to import.
+    cases = importlib.import_module(f"tests.coverage.{task.library}_models")
     return check(lambda: cases.case(task.name, task.family), *task, known)
 
 

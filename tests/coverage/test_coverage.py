@@ -18,7 +18,7 @@ from tests.coverage import checks, passes, run, same, small, table, transformers
 from tests.coverage.merging import merged
 from tests.coverage.reference import solve
 from tests.coverage.result import CHECKS, Case, Row
-from tests.coverage.run import Task, run_task
+from tests.coverage.run import Limits, Task, run_task
 from tests.coverage.sample import CI, HEADS, tasks
 from tests.coverage.steps import rough_steps
 
@@ -285,8 +285,19 @@ def test_a_network_is_told_from_others():
     assert same.network_id(strange, inputs) is None
 
 
-def test_the_same_network_is_checked_once(tmp_path):
+class Here:
+    """A worker in this process."""
+
+    def check(self, task: Task, limits: Limits, known: dict[str, str]) -> dict[str, Any]:
+        return run_task(task, known).to_dict()
+
+    def stop(self) -> None:
+        pass
+
+
+def test_the_same_network_is_checked_once(tmp_path, monkeypatch):
     """Two names of timm for one network, once both take small images."""
+    monkeypatch.setattr(run, "_Worker", Here)
     names = ["vit_tiny_patch16_224", "vit_tiny_patch16_384"]
     run.run([Task("timm", name, "vision_transformer") for name in names], tmp_path / "rows.jsonl", 1)
     one, other = run.done(tmp_path / "rows.jsonl").values()

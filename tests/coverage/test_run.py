@@ -1,9 +1,6 @@
 """The command: what it writes, that it continues where it stopped, and what it does about workers that die."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -69,33 +66,22 @@ def test_a_worker_that_takes_too_much_is_a_failure(tmp_path, limits, reason):
     assert row["versions"].keys() == {"torch", "timm", "transformers"}
 
 
-def test_a_worker_that_dies_is_a_failure_and_the_run_goes_on(tmp_path):
+def test_a_worker_that_dies_is_a_failure_and_the_run_goes_on(tmp_path, monkeypatch):
     """The first worker is killed from outside, as a machine out of memory does; the second task gets another one."""
+    start, started = run._Worker._start, []
+
+    def fragile(worker):
+        start(worker)
+        started.append(worker.process)
+        if len(started) == 1:
+            worker.process.kill()
+
+    monkeypatch.setattr(run._Worker, "_start", fragile)
     path = tmp_path / "rows.jsonl"
-    script = tmp_path / "main.py"
-    script.write_text(
-        "import pathlib, threading, time, sys\n"
-        "from tests.coverage import run\n"
-        "start = run._Worker._start\n"
-        "def fragile(self):\n"
-        "    start(self)\n"
-        "    if not done:\n"
-        "        done.append(1)\n"
-        "        self.process.kill()\n"
-        "done = []\n"
-        "if __name__ == '__main__':\n"
-        "    run._Worker._start = fragile\n"
-        "    names = ('test_vit', 'test_nfnet')\n"
-        "    run.run([run.Task('timm', name, 'x') for name in names], pathlib.Path(sys.argv[1]), 1)\n"
-    )
-    subprocess.run([sys.executable, script, path], check=True, capture_output=True, env=_environment())
+    run.run([Task("timm", name, "x") for name in ("test_vit", "test_nfnet")], path, 1)
     rows = {name: row for (_, name), row in run.done(path).items()}
-    assert "exit code -9: killed" in rows["test_vit"]["failures"]["worker"]
+    assert len(started) == 2 and "exit code -9: killed" in rows["test_vit"]["failures"]["worker"]
     assert rows["test_nfnet"]["failures"] == {} and set(rows["test_nfnet"]["passed"]) == set(CHECKS)
-
-
-def _environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in (os.getcwd(), *sys.path) if path)}
 
 
 def run_command(*args: Any) -> int:
