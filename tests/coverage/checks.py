@@ -148,7 +148,6 @@ class _Check:
         with measured_statistics(model), torch.no_grad(), without_drops(model):
             passes.train(model, inputs)
         self.buffers = buffers_of(model)
-        self.classes = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
         self.config = _config(model)
         self.eval_output = passes.evaluate(model, inputs)
         with without_drops(model):
@@ -166,6 +165,8 @@ class _Check:
                 self.row.generates = "yes"
             except Exception as error:
                 self.row.generates = told(error)
+        # What a model notes on its modules while it runs is there from now on.
+        self.classes = {name: (type(module), set(vars(module))) for name, module in model.named_modules()}
         self.state = {key: (tuple(t.shape), t.dtype) for key, t in model.state_dict().items()}
         self.parameters = {name: id(parameter) for name, parameter in model.named_parameters()}
 

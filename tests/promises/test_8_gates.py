@@ -15,12 +15,7 @@ from tests.promises.small import still
 from tests.promises.test_4_way_back import anatomy
 
 CONSTANT = {"proxsg": {"step": "constant"}}
-CLOSED = rows(
-    (model, solver)
-    for model in MODELS
-    for solver in cases.SOLVERS
-    if solver == "proxgd" or (model in SMALL and solver in ("fista", "anderson", "proxsg", "rcd"))
-)
+CLOSED = rows((model, solver) for model in MODELS for solver in cases.SOLVERS if solver == "proxgd" or model in SMALL)
 
 
 def gated(model, solver="proxgd", kind="channel", dtype=torch.float32, **options):
