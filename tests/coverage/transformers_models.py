@@ -38,7 +38,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "efficientnet": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "hidden_dim": 512, "image_size": 64},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "absolute"},
-    "hunyuan_vl_text": {"head_dim": 8},
+    "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": 32},
     "lilt": {"hidden_size": 48},
     "mistral4": {"head_dim": 16},
