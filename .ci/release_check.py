@@ -37,7 +37,7 @@ import solver_plugins
 from solver_plugins import convert_model, load, revert_model, save
 from solver_plugins.integrations.patching import list_patches
 from solver_plugins.studies import list_studies, read_study_config
-from solver_plugins.train.config import read_config
+from solver_plugins.train.reading import read_config
 
 place = Path(solver_plugins.__file__).parent
 assert place.is_relative_to(sys.prefix), place

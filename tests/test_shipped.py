@@ -8,7 +8,7 @@ import pytest
 
 from solver_plugins import shipped
 from solver_plugins.errors import OptionError
-from solver_plugins.train.config import read_config
+from solver_plugins.train.reading import read_config
 
 ROOT = Path(shipped.__file__).parents[1]
 

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from solver_plugins.errors import SolverPluginsError
-from solver_plugins.train.config import given_options, read_config
+from solver_plugins.train.reading import given_options, read_config
 
 
 def finetune(

@@ -14,7 +14,7 @@ from typing import Any
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.shipped import shipped_file, shipped_folders
 from solver_plugins.studies.study import STUDIES, StudyConfig
-from solver_plugins.train.config import apply_change, read_options
+from solver_plugins.train.reading import apply_change, read_options
 
 SCALES = ("smoke", "short", "paper")
 

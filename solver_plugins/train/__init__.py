@@ -1,7 +1,8 @@
 """Finetuning on Accelerate: config, data, loop, checkpoints, evaluation and report of a run."""
 
-from solver_plugins.train.config import FinetuneConfig, read_config
+from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import CheckpointError, DataError, DivergedError, LaunchError, OutputError
+from solver_plugins.train.reading import read_config
 
 __all__ = [
     "CheckpointError",

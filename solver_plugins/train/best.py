@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from solver_plugins.errors import OptionError
-from solver_plugins.train.config import BestSection
 from solver_plugins.train.launch import is_sharded
 from solver_plugins.train.outputs import whole_file
+from solver_plugins.train.sections import BestSection
 
 
 class BestWeights:

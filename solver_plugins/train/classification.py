@@ -9,8 +9,8 @@ from timm.loss.cross_entropy import SoftTargetCrossEntropy
 from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError
-from solver_plugins.train.config import MixupSection
 from solver_plugins.train.data import Batch
+from solver_plugins.train.sections import MixupSection
 
 
 def arguments_of(batch: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:

@@ -1,23 +1,17 @@
-"""The settings of a finetuning run: one strict YAML file, and ``key=value`` on top of it."""
+"""The settings of a finetuning run: one strict config."""
 
-import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import pydantic
-import yaml
 from pydantic import Field
 
-from solver_plugins.config import StrictConfig, YamlDumper, load_json, load_yaml
+from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium.head import HeadConfig
-from solver_plugins.errors import OptionError, did_you_mean
-from solver_plugins.integrations.models import read_value
-from solver_plugins.shipped import shipped_file, shipped_names
 from solver_plugins.surgery import ConversionSpec
+from solver_plugins.train.sections import AugmentationSection, BestSection, CheckpointSection, EmaSection, MixupSection
 
 Names = str | list[str]
-_READERS = {".json": load_json, ".yaml": load_yaml, ".yml": load_yaml}
 
 _LARGEST_SEED = 2**32 - 2**16
 """numpy takes 32 bits, and each process adds its number to the seed."""
@@ -37,6 +31,11 @@ class ModelSection(StrictConfig):
         description="A new classifier on trained weights: 'reset' (small and random), 'zero', or as the 'library' "
         "draws it.",
     )
+
+    @pydantic.field_validator("head_init", mode="before")
+    @classmethod
+    def _by_library(cls, how: Any) -> Any:
+        return "library" if how in ("timm", "transformers") else how
 
     @pydantic.model_validator(mode="after")
     def _one_source(self) -> Self:
@@ -160,67 +159,6 @@ class ScheduleSection(StrictConfig):
     decay_epochs: int = Field(30, ge=1, description="Between two steps of 'step'.")
     decay_milestones: list[int] = Field([30, 60], description="Epochs of the steps of 'multistep'.")
     decay_rate: float = Field(0.1, gt=0, description="Factor of each step.")
-
-
-class AugmentationSection(StrictConfig):
-    """The arguments of timm's ``create_transform`` for training."""
-
-    scale: list[float] | None = Field(None, description="Range of the area of random crops, such as [0.08, 1.0].")
-    ratio: list[float] | None = Field(None, description="Range of their aspect ratio.")
-    hflip: float = Field(0.5, ge=0, le=1, description="How often images are mirrored.")
-    vflip: float = Field(0.0, ge=0, le=1, description="How often they are turned upside down.")
-    color_jitter: float = Field(0.0, ge=0, description="Strength of changes of colour.")
-    auto_augment: str | None = Field(None, description="A policy of timm, such as 'rand-m9-mstd0.5'.")
-    re_prob: float = Field(0.0, ge=0, le=1, description="How often a part is erased.")
-
-    @pydantic.field_validator("scale", "ratio")
-    @classmethod
-    def _is_range(cls, pair: list[float] | None, info: pydantic.ValidationInfo) -> list[float] | None:
-        largest = 1 if info.field_name == "scale" else math.inf
-        if pair is not None and not (len(pair) == 2 and 0 < pair[0] <= pair[1] <= largest):
-            raise ValueError(f"expected a pair [a, b] with 0 < a <= b{' <= 1' if largest == 1 else ''}")
-        return pair
-
-
-class MixupSection(StrictConfig):
-    """The arguments of timm's ``Mixup``."""
-
-    mixup: float = Field(0.8, ge=0, description="Its alpha; 0 for none.")
-    cutmix: float = Field(0.0, ge=0, description="Alpha of CutMix; 0 for none.")
-    prob: float = Field(1.0, ge=0, le=1, description="How often a batch is mixed.")
-    switch_prob: float = Field(0.5, ge=0, le=1, description="How often CutMix is chosen where both are on.")
-
-    @pydantic.model_validator(mode="after")
-    def _something(self) -> Self:
-        if not (self.mixup or self.cutmix):
-            raise ValueError("expected mixup.mixup or mixup.cutmix above zero; leave the section out for none")
-        return self
-
-
-class EmaSection(StrictConfig):
-    """An average of the weights (timm's ``ModelEmaV3``), which is what is evaluated and exported."""
-
-    decay: float = Field(0.999, gt=0, lt=1, description="How slowly it moves.")
-    warmup: bool = Field(True, description="Whether it moves faster at the beginning.")
-
-
-class CheckpointSection(StrictConfig):
-    """When the state of the run is saved."""
-
-    every: Literal["epoch"] | int = Field("epoch", description="'epoch', or a number of steps.")
-    keep: int = Field(2, ge=1, description="How many are kept: the last ones.")
-
-
-class BestSection(StrictConfig):
-    """Which epoch's weights are kept: those that are best on the evaluated split, which then flatters them a little."""
-
-    metric: Literal["accuracy", "loss", "top5", "macro_f1", "ece"] = Field("accuracy", description="What is compared.")
-    patience: int | None = Field(None, ge=1, description="Stop after this many epochs without a better one.")
-
-    @property
-    def sign(self) -> int:
-        """What makes larger numbers better."""
-        return -1 if self.metric in ("loss", "ece") else 1
 
 
 class FinetuneConfig(StrictConfig):
@@ -362,78 +300,3 @@ class FinetuneConfig(StrictConfig):
                 f"expected schedule.warmup_epochs below epochs; found {self.schedule.warmup_epochs} of {self.epochs}"
             )
         return self
-
-
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> FinetuneConfig:
-    """Reads the config from a YAML or JSON file, and changes it by ``key=value`` texts.
-
-    A key may lead into sections, ``optimizer.lr=1e-4``; a value is read as YAML.
-
-    Args:
-        path: The file, or the name of a recipe that comes with the package ("quickstart").
-        overrides: The changes.
-
-    Raises:
-        OptionError: If the file cannot be read, or an option is unknown or does not fit.
-    """
-    path = _recipe(str(path)) or Path(path)
-    if path.suffix.lower() not in _READERS:
-        raise OptionError(
-            f"Expected a config file ending in {', '.join(_READERS)}, or the name of a recipe; found {path.name!r}."
-            + did_you_mean(path.name, shipped_names("recipes", ".yaml"))
-        )
-    options = read_options(path, "config")
-    if not isinstance(options, dict):
-        raise OptionError(f"Expected sections and options in {str(path)!r}; found {type(options).__name__}.")
-    for text in overrides:
-        apply_change(options, text)
-    return FinetuneConfig.parse(options, owner=f"The config {path.name!r}")
-
-
-def given_options(config: FinetuneConfig) -> str:
-    """Returns the options that differ from their defaults, as YAML."""
-    given = config.model_dump(mode="json", exclude_defaults=True)
-    return yaml.dump(given, Dumper=YamlDumper, sort_keys=False)
-
-
-def read_options(path: Path, what: str) -> Any:
-    """Returns the content of a YAML or JSON file; raises OptionError, which calls the file ``what``, if it cannot."""
-    try:
-        return _READERS.get(path.suffix.lower(), load_yaml)(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"Cannot read the {what} {str(path)!r}: {error.strerror}.") from None
-    except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise OptionError(f"The {what} {str(path)!r} is not valid {path.suffix[1:].upper()}: {error}.") from None
-
-
-def _recipe(name: str) -> Path | None:
-    """Returns the shipped recipe of this name; a name with a folder or an ending is a config file."""
-    return shipped_file("recipes", f"{name}.yaml") if Path(name).name == name and not Path(name).suffix else None
-
-
-def apply_change(options: dict[str, Any], text: str) -> None:
-    """Changes options in place by a ``key=value`` text; raises OptionError if the text has another form."""
-    key, equals, value = text.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise OptionError(f"Expected a change of the config as key=value, such as optimizer.lr=1e-4; found {text!r}.")
-    place = options
-    for part in parts[:-1]:
-        # The first option of a section that is null or absent creates it.
-        if place.get(part) is None:
-            place[part] = {}
-        place = place[part]
-        if not isinstance(place, dict):
-            raise OptionError(f"{text!r}: {part!r} is no section, it holds {place!r}.")
-    place[parts[-1]] = _value(value.strip())
-
-
-def _value(text: str) -> Any:
-    if text in ("True", "False", "None"):
-        return read_value(text)
-    if text in ("", "~", "null", "Null", "NULL"):
-        return None
-    try:
-        return load_yaml(text)
-    except (ValueError, yaml.YAMLError):
-        return text

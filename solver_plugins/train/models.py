@@ -1,5 +1,6 @@
 """The networks of a run: built for the data's classes, given weights from a file where asked, and with a head."""
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,25 +42,27 @@ def build_model(config: FinetuneConfig, splits: Splits) -> nn.Module:
     _check_classes(model, classes)
     published = getattr(model, "pretrained_cfg", {}).get("num_classes")
     if section.pretrained and section.spec.startswith("timm/") and published != classes:
-        set_head(model, section.head_init)
+        set_head(_head_layers(model), section.head_init)
     return model.to(DTYPES[section.dtype])
 
 
-def set_head(model: Any, how: str) -> None:
-    """Draws the weights of a timm model's classifier: 'reset' small and random, 'zero', or 'library' to keep them.
+def set_head(layers: Iterable[nn.Module], how: str) -> None:
+    """Draws the weights of a new classifier's layers: 'reset' small and random, 'zero', or 'library' to keep them.
 
     timm draws the classifier of some families ten times as large as ``reset_classifier`` does, which costs a short
     finetune many points.
     """
-    if how == "library":
-        return
+    for layer in layers if how != "library" else ():
+        if isinstance(layer, (nn.Linear, nn.Conv2d)):
+            layer.reset_parameters()
+            for parameter in layer.parameters(recurse=False) if how == "zero" else ():
+                nn.init.zeros_(parameter)
+
+
+def _head_layers(model: Any) -> list[nn.Module]:
+    """Returns the layers of a timm model's classifier; distilled models have two of them."""
     heads = model.get_classifier()
-    for head in heads if isinstance(heads, (tuple, list)) else (heads,):
-        for layer in head.modules():
-            if isinstance(layer, (nn.Linear, nn.Conv2d)):
-                layer.reset_parameters()
-                for parameter in layer.parameters(recurse=False) if how == "zero" else ():
-                    nn.init.zeros_(parameter)
+    return [layer for head in (heads if isinstance(heads, (tuple, list)) else (heads,)) for layer in head.modules()]
 
 
 def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.Module:
@@ -74,12 +77,10 @@ def build_timm(section: ModelSection, args: dict[str, Any], classes: int) -> nn.
         return _load(plain, state, section)
     model: Any = _load(load_model(section.spec, num_classes=rows, **args), state, section)
     model.reset_classifier(classes)
-    if section.head_init == "library":
-        raise ModelError(
-            "model.head_init='library' is about weights that the library loads; with model.weights expected 'reset' or "
-            "'zero'."
-        )
-    set_head(model, section.head_init)
+    for layer, drawn in zip(_head_layers(model), _head_layers(plain), strict=True):
+        # As the library draws it for these classes; not all families reset it to that.
+        layer.load_state_dict(drawn.state_dict())
+    set_head(_head_layers(model), section.head_init)
     return model
 
 
@@ -126,7 +127,10 @@ def _transformers(section: ModelSection, args: dict[str, Any], splits: Splits) -
         if unknown:
             raise ModelError(f"{type(settings).__name__} has no setting {unknown[0]!r} (model.args).")
         if local or (section.pretrained and not place.is_dir()):
-            model: nn.Module = auto.from_pretrained(source, config=settings, ignore_mismatched_sizes=True)
+            model, info = auto.from_pretrained(
+                source, config=settings, ignore_mismatched_sizes=True, output_loading_info=True
+            )
+            set_head(_new_layers(model, info)[-1:], section.head_init)
         else:
             model = auto.from_config(settings)
     except ModelError:
@@ -138,6 +142,15 @@ def _transformers(section: ModelSection, args: dict[str, Any], splits: Splits) -
             "downloaded elsewhere (hf/FOLDER), or HF_HOME set to a filled cache, with HF_HUB_OFFLINE=1."
         ) from error
     return _load_own(model, section)
+
+
+def _new_layers(model: nn.Module, info: Mapping[str, Any]) -> list[nn.Module]:
+    """Returns the linear layers that a checkpoint of transformers has not filled, in order: a new classifier's."""
+    mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+    new = {*info["missing_keys"], *mismatched}
+    return [
+        module for name, module in model.named_modules() if isinstance(module, nn.Linear) and f"{name}.weight" in new
+    ]
 
 
 def _check_classes(model: Any, classes: int) -> None:

@@ -15,11 +15,12 @@ from solver_plugins.errors import OptionError
 from solver_plugins.surgery.errors import TargetError
 from solver_plugins.train import DataError, FinetuneConfig, LaunchError
 from solver_plugins.train.best import BestWeights
-from solver_plugins.train.config import BestSection, DataSection
+from solver_plugins.train.config import DataSection
 from solver_plugins.train.data import load_splits
 from solver_plugins.train.finetune import finetune, flat_options
 from solver_plugins.train.launch import end_processes, make_accelerator
 from solver_plugins.train.metrics import BINS, measure
+from solver_plugins.train.sections import BestSection
 from solver_plugins.train.seeds import differences_of, finetune_seeds
 from solver_plugins.train.trainable import Trainable
 from tests.train.runs import DIGITS, options, tiny, weights

@@ -19,13 +19,14 @@ from solver_plugins.errors import OptionError
 from solver_plugins.train import DataError, FinetuneConfig, OutputError
 from solver_plugins.train.arms import make_arm
 from solver_plugins.train.comparison import wilson
-from solver_plugins.train.config import DataSection, given_options
+from solver_plugins.train.config import DataSection
 from solver_plugins.train.data import example_of, load_splits
 from solver_plugins.train.diagnosis import worst_block
 from solver_plugins.train.finetune import finetune
 from solver_plugins.train.models import build_model
 from solver_plugins.train.outputs import LOCK
 from solver_plugins.train.preparation import image_preparation, image_settings
+from solver_plugins.train.reading import given_options
 from tests.train.runs import VIT, options, tiny
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from PIL import Image
 
-read_config = pytest.importorskip("solver_plugins.train.config").read_config
+read_config = pytest.importorskip("solver_plugins.train.reading").read_config
 plan_run = pytest.importorskip("solver_plugins.train.plan").plan_run
 
 FOLDER = Path(__file__).parents[2] / "configs" / "recipes"

@@ -1,0 +1,70 @@
+"""Sections of a run's config that say how a model is trained: images changed, weights averaged, states kept."""
+
+import math
+from typing import Literal, Self
+
+import pydantic
+from pydantic import Field
+
+from solver_plugins.config import StrictConfig
+
+
+class AugmentationSection(StrictConfig):
+    """The arguments of timm's ``create_transform`` for training."""
+
+    scale: list[float] | None = Field(None, description="Range of the area of random crops, such as [0.08, 1.0].")
+    ratio: list[float] | None = Field(None, description="Range of their aspect ratio.")
+    hflip: float = Field(0.5, ge=0, le=1, description="How often images are mirrored.")
+    vflip: float = Field(0.0, ge=0, le=1, description="How often they are turned upside down.")
+    color_jitter: float = Field(0.0, ge=0, description="Strength of changes of colour.")
+    auto_augment: str | None = Field(None, description="A policy of timm, such as 'rand-m9-mstd0.5'.")
+    re_prob: float = Field(0.0, ge=0, le=1, description="How often a part is erased.")
+
+    @pydantic.field_validator("scale", "ratio")
+    @classmethod
+    def _is_range(cls, pair: list[float] | None, info: pydantic.ValidationInfo) -> list[float] | None:
+        largest = 1 if info.field_name == "scale" else math.inf
+        if pair is not None and not (len(pair) == 2 and 0 < pair[0] <= pair[1] <= largest):
+            raise ValueError(f"expected a pair [a, b] with 0 < a <= b{' <= 1' if largest == 1 else ''}")
+        return pair
+
+
+class MixupSection(StrictConfig):
+    """The arguments of timm's ``Mixup``."""
+
+    mixup: float = Field(0.8, ge=0, description="Its alpha; 0 for none.")
+    cutmix: float = Field(0.0, ge=0, description="Alpha of CutMix; 0 for none.")
+    prob: float = Field(1.0, ge=0, le=1, description="How often a batch is mixed.")
+    switch_prob: float = Field(0.5, ge=0, le=1, description="How often CutMix is chosen where both are on.")
+
+    @pydantic.model_validator(mode="after")
+    def _something(self) -> Self:
+        if not (self.mixup or self.cutmix):
+            raise ValueError("expected mixup.mixup or mixup.cutmix above zero; leave the section out for none")
+        return self
+
+
+class EmaSection(StrictConfig):
+    """An average of the weights (timm's ``ModelEmaV3``), which is what is evaluated and exported."""
+
+    decay: float = Field(0.999, gt=0, lt=1, description="How slowly it moves.")
+    warmup: bool = Field(True, description="Whether it moves faster at the beginning.")
+
+
+class CheckpointSection(StrictConfig):
+    """When the state of the run is saved."""
+
+    every: Literal["epoch"] | int = Field("epoch", description="'epoch', or a number of steps.")
+    keep: int = Field(2, ge=1, description="How many are kept: the last ones.")
+
+
+class BestSection(StrictConfig):
+    """Which epoch's weights are kept: those that are best on the evaluated split, which then flatters them a little."""
+
+    metric: Literal["accuracy", "loss", "top5", "macro_f1", "ece"] = Field("accuracy", description="What is compared.")
+    patience: int | None = Field(None, ge=1, description="Stop after this many epochs without a better one.")
+
+    @property
+    def sign(self) -> int:
+        """What makes larger numbers better."""
+        return -1 if self.metric in ("loss", "ece") else 1
