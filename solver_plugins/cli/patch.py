@@ -1,8 +1,6 @@
 """``solver-plugins patch``: adds ``--solver-config`` to training scripts of timm and transformers, or removes it."""
 
 import json
-import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
@@ -30,43 +28,31 @@ def list_(
         print(json.dumps([_plain(patch) for patch in patches], indent=2))
         return
     for patch in patches:
-        lines = sum(len(hunk.lines) for hunk in patch.hunks)
         print(patch.name)
-        print(f"  for {patch.label}")
-        print(f"  sha256 {patch.sha256}")
-        print(f"  inserts {lines} lines in {len(patch.hunks)} places")
+        print(f"  for {patch.label}, {patch.target}")
+        print(f"  tried with {', '.join(patch.tested.values())}")
+        print(f"  inserts {patch.count} lines in {len(patch.hunks)} places")
 
 
 @app.command()
 def apply(file: _FILE) -> None:
-    """Inserts the patch for FILE; refuses a file that no patch was made for."""
-    patch = apply_patch(file)
-    print(f"Patched {file}: {patch.label} now takes --solver-config FILE. Undo: solver-plugins patch revert {file}")
-    installed = _installed(patch.package)
-    if installed is not None and installed not in patch.versions:
-        print(f"Note: {patch.package} {installed} is installed; the script is of another version.", file=sys.stderr)
+    """Inserts the patch that fits FILE; refuses a file without the places that it needs."""
+    done = apply_patch(file)
+    known = f"version {done.version}" if done.version else "a version that the patch was not tried with; it compiles"
+    print(f"Patched {file} ({known}): it now takes --solver-config FILE. Undo: solver-plugins patch revert {file}")
 
 
 @app.command()
 def revert(file: _FILE) -> None:
     """Removes the patch from FILE, which is then byte for byte what it was before."""
-    patch = revert_patch(file)
-    print(f"Reverted {file}: {patch.label}, as it was published.")
+    done = revert_patch(file)
+    print(f"Reverted {file}: the lines of {done.patch.name} are gone.")
 
 
 def _plain(patch: Patch) -> dict[str, object]:
     return {
         "name": patch.name,
         "package": patch.package,
-        "versions": list(patch.versions),
         "target": patch.target,
-        "sha256": patch.sha256,
-        "patched_sha256": patch.patched_sha256,
+        "tested": {version: digest for digest, version in patch.tested.items()},
     }
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

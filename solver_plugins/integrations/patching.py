@@ -1,15 +1,14 @@
-"""Patches for training scripts of timm and transformers: insert-only diffs, applied to the very file they are for.
+"""Patches for training scripts of timm and transformers: diffs that only insert lines, applied where their context is.
 
-A patch is a header and a unified diff without context lines, so that it holds no line of the script itself::
+A patch is a header and a unified diff with a line or two of context::
 
     Package: timm
-    Versions: 1.0.27, 1.0.28
     Target: train.py
-    Target-SHA256: ...
-    Patched-SHA256: ...
+    Tested: 1.0.28 1fb02d26fe16536b...
 
-Its line numbers are right in one file only, so the file's hash is compared before anything is written, and again
-afterwards.
+Line numbers are not looked at: each insertion goes to the one place of the file that has its context, so a patch fits
+every version of a script in which these places are. The result has to compile before it is written. ``Tested`` names
+the files that the patch was tried with, by version and sha256; any other one is patched with a note.
 """
 
 import hashlib
@@ -22,9 +21,9 @@ from solver_plugins.errors import SolverPluginsError
 from solver_plugins.integrations.folder import new_file
 from solver_plugins.shipped import shipped_folders
 
-FIELDS = ("Package", "Versions", "Target", "Target-SHA256", "Patched-SHA256")
-_HUNK = re.compile(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
+FIELDS = ("Package", "Target", "Tested")
+_HUNK = re.compile(r"@@ -\d+(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_TESTED = re.compile(r"(\S+) ([0-9a-f]{64})")
 
 
 class PatchError(SolverPluginsError, ValueError):
@@ -33,45 +32,72 @@ class PatchError(SolverPluginsError, ValueError):
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines to insert.
+    """Lines to insert, and the lines around them; without their line ends.
 
     Attributes:
-        after: Number of the target's line that they follow.
-        lines: The lines, with their line ends.
+        before: The lines in front of them.
+        lines: The lines.
+        after: The lines behind them.
     """
 
-    after: int
+    before: tuple[bytes, ...]
     lines: tuple[bytes, ...]
+    after: tuple[bytes, ...]
+
+    @property
+    def place(self) -> str:
+        """Where the lines go, in words."""
+        side, line = ("before", self.after[0]) if self.after else ("after", self.before[-1])
+        return f"{side} the line {line.decode('utf-8', 'replace').strip()!r}"
+
+    def found_in(self, lines: list[bytes], *, inserted: bool) -> list[int]:
+        """Returns every place of the lines in a text that has their context, with them or without them."""
+        middle = self.lines if inserted else ()
+        wanted = [*self.before, *middle, *self.after]
+        ends = range(len(lines) - len(wanted) + 1)
+        return [place + len(self.before) for place in ends if lines[place : place + len(wanted)] == wanted]
 
 
 @dataclass(frozen=True)
 class Patch:
-    """An insert-only diff and the file that it is for.
+    """A diff that only inserts lines, and the script that it is for.
 
     Attributes:
         name: The name of the patch's file, without its ending.
-        package: The distribution that holds the target.
-        versions: Its versions that have exactly this file.
-        target: The target's path in the source of the package.
-        sha256: The target's hash.
-        patched_sha256: Its hash with the patch.
+        package: The distribution whose source holds the script.
+        target: The script's path there.
+        tested: The versions of the script that the patch was tried with: sha256 -> version.
         hunks: The lines to insert.
     """
 
     name: str
     package: str
-    versions: tuple[str, ...]
     target: str
-    sha256: str
-    patched_sha256: str
+    tested: dict[str, str]
     hunks: tuple[Hunk, ...]
 
     @property
     def label(self) -> str:
-        """The target's name, package and versions in a few words."""
-        first, last = self.versions[0], self.versions[-1]
-        shown = first if first == last else f"{first} to {last}"
-        return f"{Path(self.target).name} of {self.package} {shown}"
+        """The script in a few words."""
+        return f"{Path(self.target).name} of {self.package}"
+
+    @property
+    def count(self) -> int:
+        """How many lines it inserts."""
+        return sum(len(hunk.lines) for hunk in self.hunks)
+
+
+@dataclass(frozen=True)
+class Patched:
+    """What was done to a file.
+
+    Attributes:
+        patch: The patch.
+        version: The version of the script, if the patch was tried with this very file.
+    """
+
+    patch: Patch
+    version: str | None
 
 
 def patch_folder() -> Path:
@@ -99,96 +125,121 @@ def read_patch(path: Path) -> Patch:
         PatchError: If it has another form, or removes a line.
     """
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = path.read_bytes().splitlines()
     except OSError as error:
         raise PatchError(f"Cannot read the patch {str(path)!r}: {error.strerror}.") from None
     start = next((number for number, line in enumerate(lines) if line.startswith(b"--- ")), len(lines))
-    header = dict(_field(line) for line in lines[:start] if b": " in line)
-    missing = [name for name in FIELDS if not header.get(name)]
+    header = [_field(line) for line in lines[:start] if b": " in line]
+    missing = [name for name in FIELDS if not any(key == name and value for key, value in header)]
     if missing:
         raise PatchError(f"The header of the patch {path.name!r} lacks {', '.join(missing)}.")
-    for name in ("Target-SHA256", "Patched-SHA256"):
-        if not _SHA256.fullmatch(header[name]):
+    tested = {}
+    for value in (value for key, value in header if key == "Tested"):
+        match = _TESTED.fullmatch(value)
+        if match is None:
             raise PatchError(
-                f"The patch {path.name!r}: expected 64 hexadecimal digits for {name}; found {header[name]!r}."
+                f"The patch {path.name!r}: expected a version and 64 hexadecimal digits for Tested; found {value!r}."
             )
-    return Patch(
-        name=path.stem,
-        package=header["Package"],
-        versions=tuple(version.strip() for version in header["Versions"].split(",")),
-        target=header["Target"],
-        sha256=header["Target-SHA256"],
-        patched_sha256=header["Patched-SHA256"],
-        hunks=_hunks(lines[start + 2 :], path.name),
+        tested[match[2]] = match[1]
+    fields = dict(header)
+    return Patch(path.stem, fields["Package"], fields["Target"], tested, _hunks(lines[start + 2 :], path.name))
+
+
+def apply_patch(file: str | Path, folder: Path | None = None) -> Patched:
+    """Inserts the lines of the patch whose context a file has.
+
+    Raises:
+        PatchError: If no patch fits, it is patched already, or the result would not compile. The file is as it was.
+    """
+    place, content = _read(file)
+    patches = list_patches(folder)
+    for patch in patches:
+        there = [bool(hunk.found_in(_lines(content), inserted=True)) for hunk in patch.hunks]
+        if all(there):
+            raise PatchError(f"{str(file)!r} is patched already, with {patch.name!r}. Nothing to do.")
+        if any(there):
+            raise PatchError(f"{str(file)!r} holds a part of the patch {patch.name!r}, and was changed since.")
+    named = [patch for patch in patches if Path(patch.target).name == Path(file).name]
+    obstacles = {patch.name: _obstacle(content, patch) for patch in named or patches}
+    patch_ = next((patch for patch in named or patches if obstacles[patch.name] is None), None)
+    if patch_ is None:
+        if not named:
+            raise PatchError(
+                f"No patch fits {Path(file).name!r}. There are patches for "
+                f"{'; '.join(patch.label for patch in patches)}. {_INSTEAD}"
+            )
+        raise PatchError(f"{str(file)!r} is not a {named[0].label} that can be patched: {obstacles[named[0].name]}. "
+                         f"{_INSTEAD}")  # fmt: skip
+    made = insert(content, patch_)
+    for text, what in ((content, "as it is"), (made, f"with the patch {patch_.name!r}")):
+        try:
+            compile(text, str(file), "exec", dont_inherit=True)
+        except (SyntaxError, ValueError) as error:
+            raise PatchError(f"{str(file)!r} does not compile {what}: {error}. Nothing was written.") from None
+    _write(place, made)
+    return Patched(patch_, patch_.tested.get(_hash(content)))
+
+
+_INSTEAD = (
+    "Nothing was written. `solver-plugins run SCRIPT ...` needs no patch; or call convert_model and refresh_steps in "
+    "the script, as the patch does."
+)
+
+
+def revert_patch(file: str | Path, folder: Path | None = None) -> Patched:
+    """Removes the lines of a patch from a file, which is then byte for byte what it was.
+
+    Raises:
+        PatchError: If the file is not patched, or lines of the patch were changed. The file is as it was then.
+    """
+    place, content = _read(file)
+    patches = list_patches(folder)
+    for patch in patches:
+        there = [len(hunk.found_in(_lines(content), inserted=True)) for hunk in patch.hunks]
+        if not any(there):
+            continue
+        if there != [1] * len(there):
+            raise PatchError(
+                f"{str(file)!r} holds {sum(map(bool, there))} of the {len(there)} insertions of {patch.name!r} as they "
+                "were made. Undo your changes to the others, or remove the lines of the patch by hand."
+            )
+        made = take_out(content, patch)
+        if insert(made, patch) != content:
+            raise PatchError(f"{str(file)!r}: {patch.name!r} cannot be taken out without a change of other lines.")
+        _write(place, made)
+        return Patched(patch, patch.tested.get(_hash(made)))
+    raise PatchError(
+        f"{str(file)!r} is not patched: it holds none of {', '.join(patch.name for patch in patches)}. Nothing to do."
     )
 
 
-def apply_patch(file: str | Path, folder: Path | None = None) -> Patch:
-    """Inserts the lines of the patch that is for a file, and returns the patch.
-
-    Raises:
-        PatchError: If no patch was made for this file, or it is patched already. The file is as it was then.
-    """
-    place, content = _read(file)
-    patches, found = list_patches(folder), _hash(content)
-    patch = next((patch for patch in patches if patch.sha256 == found), None)
-    if patch is None:
-        done = next((patch for patch in patches if patch.patched_sha256 == found), None)
-        if done is not None:
-            raise PatchError(f"{str(file)!r} is patched already, with {done.name!r}. Nothing to do.")
-        raise PatchError(_no_patch_for(file, content, patches, found))
-    made = insert(content, patch)
-    if _hash(made) != patch.patched_sha256:
-        raise PatchError(f"The patch {patch.name!r} is damaged: its result has another hash than its header says.")
-    _write(place, made)
-    return patch
-
-
-def revert_patch(file: str | Path, folder: Path | None = None) -> Patch:
-    """Removes the lines of a patch from a file, which is then byte for byte what it was, and returns the patch.
-
-    Raises:
-        PatchError: If the file is not patched, or was changed since. The file is as it was then.
-    """
-    place, content = _read(file)
-    patches, found = list_patches(folder), _hash(content)
-    patch = next((patch for patch in patches if patch.patched_sha256 == found), None)
-    if patch is None:
-        if any(patch.sha256 == found for patch in patches):
-            raise PatchError(f"{str(file)!r} is not patched. Nothing to do.")
-        changed = _changed_since(content, patches)
-        if changed is not None:
-            raise PatchError(
-                f"{str(file)!r} was changed after the patch {changed.name!r}; taking it back could lose that. Undo "
-                f"your changes, or remove the {_count(changed)} lines of the patch by hand."
-            )
-        raise PatchError(f"{str(file)!r} holds none of the patches ({', '.join(patch.name for patch in patches)}).")
-    made = take_out(content, patch)
-    if _hash(made) != patch.sha256:
-        raise PatchError(f"The patch {patch.name!r} is damaged: without it the file has another hash than it should.")
-    _write(place, made)
-    return patch
-
-
 def insert(content: bytes, patch: Patch) -> bytes:
-    """Returns a target with the lines of a patch."""
-    lines = content.splitlines(keepends=True)
-    for hunk in reversed(patch.hunks):
-        if hunk.after > len(lines):
-            raise PatchError(f"The patch {patch.name!r} inserts behind line {hunk.after} of {len(lines)}.")
-        lines[hunk.after : hunk.after] = hunk.lines
+    """Returns a script with the lines of a patch, which have its own line ends."""
+    lines, bare = content.splitlines(keepends=True), _lines(content)
+    places = [hunk.found_in(bare, inserted=False)[0] for hunk in patch.hunks]
+    end = b"\r\n" if lines and lines[0].endswith(b"\r\n") else b"\n"
+    for place, hunk in sorted(zip(places, patch.hunks, strict=True), key=lambda pair: -pair[0]):
+        lines[place:place] = [line + end for line in hunk.lines]
     return b"".join(lines)
 
 
 def take_out(content: bytes, patch: Patch) -> bytes:
-    """Returns a patched target without the lines of its patch."""
-    lines = content.splitlines(keepends=True)
-    for hunk in patch.hunks:
-        # Earlier hunks are already removed, so the line numbers are those of the target.
-        if tuple(lines[hunk.after : hunk.after + len(hunk.lines)]) != hunk.lines:
-            raise PatchError(f"The lines of the patch {patch.name!r} are not behind line {hunk.after}.")
-        del lines[hunk.after : hunk.after + len(hunk.lines)]
+    """Returns a patched script without the lines of its patch."""
+    lines, bare = content.splitlines(keepends=True), _lines(content)
+    places = [hunk.found_in(bare, inserted=True)[0] for hunk in patch.hunks]
+    for place, hunk in sorted(zip(places, patch.hunks, strict=True), key=lambda pair: -pair[0]):
+        del lines[place : place + len(hunk.lines)]
     return b"".join(lines)
+
+
+def _obstacle(content: bytes, patch: Patch) -> str | None:
+    """Says which insertion of a patch has no place in a script, or several; None where all have one."""
+    lines = _lines(content)
+    for hunk in patch.hunks:
+        count = len(hunk.found_in(lines, inserted=False))
+        if count != 1:
+            return f"the place {hunk.place} is " + ("not there" if not count else f"there {count} times")
+    return None
 
 
 def _field(line: bytes) -> tuple[str, str]:
@@ -198,61 +249,34 @@ def _field(line: bytes) -> tuple[str, str]:
 
 def _hunks(lines: list[bytes], name: str) -> tuple[Hunk, ...]:
     hunks: list[Hunk] = []
-    inserted, place = 0, 0
+    place = 0
     while place < len(lines):
         match = _HUNK.match(lines[place].decode("utf-8", "replace"))
         if match is None:
+            text = lines[place].decode("utf-8", "replace")
+            raise PatchError(f"The patch {name!r}: expected '@@ -LINE,COUNT +LINE,COUNT @@'; found {text!r}.")
+        old, new = int(match[1] or 1), int(match[2] or 1)
+        body = lines[place + 1 : place + 1 + new]
+        kinds = "".join(line[:1].decode("utf-8", "replace") for line in body)
+        form = re.fullmatch(r"( *)(\++)( *)", kinds)
+        if form is None or len(body) < new or len(form[1]) + len(form[3]) != old:
             raise PatchError(
-                f"The patch {name!r}: expected '@@ -LINE,0 +LINE,COUNT @@', as it may only insert; found "
-                f"{lines[place].decode('utf-8', 'replace').rstrip()!r}."
+                f"The patch {name!r}: expected {match[0]!r} to announce context, inserted lines and context, and "
+                "nothing else: a patch only inserts."
             )
-        after, new, count = int(match[1]), int(match[2]), int(match[3] or 1)
-        body = lines[place + 1 : place + 1 + count]
-        in_order = not hunks or after > hunks[-1].after
-        if len(body) < count or not all(line.startswith(b"+") for line in body) or new != after + inserted + 1:
-            raise PatchError(f"The patch {name!r}: the lines behind {match[0]!r} are not those that it announces.")
-        if not in_order:
-            raise PatchError(f"The patch {name!r}: {match[0]!r} stands behind a later line.")
-        hunks.append(Hunk(after, tuple(line[1:] for line in body)))
-        inserted += count
-        place += 1 + count
+        texts = [line[1:] for line in body]
+        first, last = len(form[1]), len(form[1]) + len(form[2])
+        if not old:
+            raise PatchError(f"The patch {name!r}: {match[0]!r} has no line of context, so its place is not known.")
+        hunks.append(Hunk(tuple(texts[:first]), tuple(texts[first:last]), tuple(texts[last:])))
+        place += 1 + new
     if not hunks:
         raise PatchError(f"The patch {name!r} inserts nothing.")
     return tuple(hunks)
 
 
-def _no_patch_for(file: str | Path, content: bytes, patches: list[Patch], found: str) -> str:
-    """Says why a file cannot be patched."""
-    unix = _hash(content.replace(b"\r\n", b"\n"))
-    for patch in patches:
-        if unix in (patch.sha256, patch.patched_sha256):
-            return f"{str(file)!r} is {patch.label} with Windows line ends; convert them to Unix ones (\\n) first."
-    changed = _changed_since(content, patches)
-    if changed is not None:
-        return f"{str(file)!r} holds the patch {changed.name!r} already, and was changed since. Nothing was written."
-    named = [patch for patch in patches if Path(patch.target).name == Path(file).name]
-    if not named:
-        return (
-            f"No patch is for a file called {Path(file).name!r}. There are patches for "
-            f"{'; '.join(patch.label for patch in patches)}."
-        )
-    return (
-        f"Expected {' or '.join(patch.label for patch in named)}, unchanged; {str(file)!r} (sha256 {found[:12]}...) is "
-        "of another version, or was changed. Take the file of one of these versions; or call convert_model and "
-        "refresh_steps in yours, as the patch does."
-    )
-
-
-def _changed_since(content: bytes, patches: list[Patch]) -> Patch | None:
-    """Returns the patch whose hunks are all in a file that is not the patched target."""
-    for patch in patches:
-        if all(b"".join(hunk.lines) in content for hunk in patch.hunks):
-            return patch
-    return None
-
-
-def _count(patch: Patch) -> int:
-    return sum(len(hunk.lines) for hunk in patch.hunks)
+def _lines(content: bytes) -> list[bytes]:
+    return content.splitlines()
 
 
 def _hash(content: bytes) -> str:
