@@ -9,7 +9,14 @@ from pydantic import Field
 from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium.head import HeadConfig
 from solver_plugins.surgery import ConversionSpec
-from solver_plugins.train.sections import AugmentationSection, BestSection, CheckpointSection, EmaSection, MixupSection
+from solver_plugins.train.sections import (
+    AugmentationSection,
+    BestSection,
+    CheckpointSection,
+    EmaSection,
+    MixupSection,
+    PeftSection,
+)
 
 Names = str | list[str]
 
@@ -174,6 +181,7 @@ class FinetuneConfig(StrictConfig):
     )
     head: HeadSection | None = Field(None, description="null for the model's own.")
     regularizer: RegularizerSection | None = Field(None, description="null for none.")
+    peft: PeftSection | None = Field(None, description="null trains the weights themselves.")
     baseline: bool = Field(True, description="Whether the plain model is trained, too, beside that with a solver.")
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
@@ -281,6 +289,8 @@ class FinetuneConfig(StrictConfig):
             for name in ("augmentation", "mixup"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for images, and data.text is given; leave it out")
+        if self.peft is not None:
+            self._check_peft()
         if self.unfreeze is not None:
             if self.train is None and self.freeze is None:
                 raise ValueError("unfreeze adds layers to those of train, or takes them from freeze; found neither")
@@ -300,3 +310,18 @@ class FinetuneConfig(StrictConfig):
                 f"expected schedule.warmup_epochs below epochs; found {self.schedule.warmup_epochs} of {self.epochs}"
             )
         return self
+
+    def _check_peft(self) -> None:
+        """Raises ValueError beside what does not go with adapters."""
+        for name in ("train", "freeze", "unfreeze"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"expected {name} or peft, which trains its adapters and peft.modules_to_save; found both"
+                )
+        for name, why in (
+            ("head", "a folder of adapters cannot hold an equilibrium"),
+            ("regularizer", "the last layer is kept twice, as it was and as it is trained"),
+            ("proxprop", "it steps the weights of layers, which adapters leave as they are"),
+        ):
+            if getattr(self, name) is not None:
+                raise ValueError(f"{name} does not go with peft: {why}; leave one of them out")

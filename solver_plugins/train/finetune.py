@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from solver_plugins.blocks import blocks_of, set_blend
 from solver_plugins.errors import OptionError, SolverPluginsError
 from solver_plugins.train import outputs
+from solver_plugins.train.adapters import Adapters
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.arms import arms_of, make_arm
 from solver_plugins.train.best import BestWeights
@@ -133,6 +134,7 @@ class FinetunedArm:
         self.config, self.accelerator, self.folder, self.name = config, accelerator, folder, name
         self.dtype = DTYPES[config.model.dtype]
         model, loaders = make_arm(config, splits, name, accelerator.num_processes)
+        self.adapters = None if config.peft is None else self._adapted(model)
         prepare_memory(config, model)
         self.trainable = Trainable(config, model)
         # The optimiser knows every Parameter that is trained at some time.
@@ -175,6 +177,11 @@ class FinetunedArm:
         if self.ema is not None:
             kept += [self.ema, StepSizes(self.ema.module)]
         accelerator.register_for_checkpointing(*kept)
+
+    def _adapted(self, model: nn.Module) -> Adapters:
+        if is_sharded(self.accelerator):
+            raise OptionError("peft needs whole weights in each process, which FSDP does not have; leave one out.")
+        return Adapters(self.config, model)
 
     def _average(self, model: nn.Module) -> ModelEmaV3 | None:
         if self.config.ema is None:
@@ -231,6 +238,8 @@ class FinetunedArm:
         self._blend(best_epoch)
         scores = self._scores("final", self.config.trials)
         model, place = averaged, self.folder / outputs.MODEL
+        if self.adapters is not None:
+            model, place = self._without_adapters(averaged)
         weights = None if self.skeleton is None else accelerator.get_state_dict(self.loop.model)
         parameters = export_model(self.config, accelerator, self.skeleton or model, weights, place)
         result = {
@@ -244,11 +253,23 @@ class FinetunedArm:
             "parameters": parameters,
             "model": str(place),
         }
+        if self.adapters is not None:
+            result["adapter"] = str(self.folder / outputs.ADAPTER)
         if accelerator.is_main_process:
             outputs.write_whole(self.folder / outputs.RESULT, json.dumps(result, indent=2))
         accelerator.wait_for_everyone()
         accelerator.free_memory()
         return result
+
+    def _without_adapters(self, trained: nn.Module) -> tuple[nn.Module, Path]:
+        """Saves the adapters, and returns the model to export and its place."""
+        adapters = self.adapters
+        assert adapters is not None
+        if trained is not self.loop.inner:
+            self.loop.inner.load_state_dict(trained.state_dict())
+        main = self.accelerator.is_main_process
+        model = adapters.take_off(self.folder / outputs.ADAPTER if main else None)
+        return model, self.folder / (outputs.MODEL if adapters.section.merge else outputs.BASE)
 
     def _say(self, text: str) -> None:
         """Prints a line above the progress bars, in the first process."""

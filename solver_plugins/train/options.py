@@ -12,6 +12,7 @@ from solver_plugins.config import StrictConfig, YamlDumper, models_in
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery import ConversionSpec
 from solver_plugins.train.config import FinetuneConfig
+from solver_plugins.train.sections import PeftSection
 
 
 def list_options() -> str:
@@ -36,6 +37,7 @@ def json_schema() -> str:
     # The solver's own options, and those of proxprop, stand beside the fields; plug-ins may add more.
     section["additionalProperties"] = True
     section["properties"]["name"] = {"type": "string", "examples": [*SOLVERS.names(), "proxprop"]}
+    made["$defs"][PeftSection.__name__]["additionalProperties"] = True
     return json.dumps(made, indent=1) + "\n"
 
 

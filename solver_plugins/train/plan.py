@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from solver_plugins.surgery import Report, inspect_model, speaking
+from solver_plugins.train.adapters import Adapters
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.arms import arms_of, make_arm
 from solver_plugins.train.config import FinetuneConfig
@@ -49,6 +50,7 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
                 reports.append(inspect_model(model, config.solver, example_inputs=example))
 
         model, loaders = make_arm(config, splits, arms_of(config)[0], accelerator.num_processes, inspect)
+        adapters = None if config.peft is None else Adapters(config, model)
         steps = loaders.order.steps
         optimizer = make_optimizer(train_settings(config), model)
         make_schedule(train_settings(config), optimizer, steps)
@@ -57,6 +59,7 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         added = additions.describe()
         if config.head is not None:
             added.append(f"head: an equilibrium of {config.head.layers} layers, solved by {config.head.solver}")
+        added += [] if adapters is None else [adapters.describe()]
         trainable = Trainable(config, model).describe()
         added += [trainable] if trainable else []
         parameters = sum(parameter.numel() for parameter in model.parameters())

@@ -13,9 +13,11 @@ from torch import nn
 
 from solver_plugins.integrations.preprocessing import load_tokenizer
 from solver_plugins.integrations.saving import load
+from solver_plugins.train.adapters import load_adapted
 from solver_plugins.train.classification import logits_of
 from solver_plugins.train.errors import DataError, summary_of
 from solver_plugins.train.images import SUFFIXES
+from solver_plugins.train.outputs import BASE
 from solver_plugins.train.preparation import Tokens, collate_images, evaluation_transform, processor_settings
 
 
@@ -42,7 +44,8 @@ def predict(
     """Returns what a saved classifier says of images or texts.
 
     Args:
-        folder: Where :func:`~solver_plugins.save`, or a finetune, has put the model.
+        folder: Where :func:`~solver_plugins.save`, or a finetune, has put the model; or the folder ``adapter`` of a
+            finetune, beside its ``base``.
         inputs: Files of images, folders of them, or for a text model texts.
         top: How many of the likeliest classes are named.
         batch_size: How many inputs are computed at once.
@@ -54,7 +57,10 @@ def predict(
     given = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
     if top < 1 or batch_size < 1:
         raise DataError(f"Expected top and batch_size of at least 1; found {top} and {batch_size}.")
-    model: Any = load(folder).eval()
+    place = Path(folder).expanduser()
+    adapted = (place / "adapter_config.json").is_file()
+    model: Any = load_adapted(place) if adapted else load(folder).eval()
+    folder = place.parent / BASE if adapted else folder
     labels = _labels(model)
     is_text = hasattr(model, "config") and getattr(model, "main_input_name", "pixel_values") == "input_ids"
     sources = [str(one) for one in given] if is_text else [str(file) for one in given for file in _images(Path(one))]

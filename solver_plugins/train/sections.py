@@ -1,7 +1,8 @@
-"""Sections of a run's config that say how a model is trained: images changed, weights averaged, states kept."""
+"""Sections of a run's config that say how a model is trained: images, averages, checkpoints, adapters."""
 
 import math
-from typing import Literal, Self
+from collections.abc import Mapping
+from typing import Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -68,3 +69,38 @@ class BestSection(StrictConfig):
     def sign(self) -> int:
         """What makes larger numbers better."""
         return -1 if self.metric in ("loss", "ece") else 1
+
+
+class PeftSection(StrictConfig):
+    """Adapters of PEFT in place of trained weights: the options of the method's config in PEFT."""
+
+    name: Literal["lora", "loha", "lokr", "ia3"] = Field("lora", description="A method of PEFT.")
+    target_modules: str | list[str] | None = Field(
+        None,
+        description="Layers with adapters: ends of names, one regex, or 'all-linear'; PEFT knows some models' own.",
+    )
+    exclude_modules: str | list[str] | None = Field(None, description="Layers without, in the same forms.")
+    modules_to_save: list[str] | None = Field(
+        None, description="Modules that are trained as a whole; the classifier by default."
+    )
+    merge: bool = Field(
+        True, description="Whether the exported model has them in its weights; false exports base and adapter apart."
+    )
+    args: dict[str, Any] = Field(
+        {}, description="Other options of the method, such as r or lora_alpha; they may also stand beside the others."
+    )
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _beside(cls, options: Any) -> Any:
+        """Takes the method's own options, which stand beside ours, into ``args``."""
+        if not isinstance(options, Mapping):
+            return options
+        fields = {key: value for key, value in options.items() if key in cls.model_fields}
+        given = fields.get("args", {})
+        own = {key: value for key, value in options.items() if key not in fields}
+        if not isinstance(given, Mapping):
+            return options
+        if twice := sorted(own.keys() & given.keys()):
+            raise ValueError(f"expected {twice[0]} beside the other options or in args; found both")
+        return {**fields, "args": {**given, **own}}

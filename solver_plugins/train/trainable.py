@@ -17,8 +17,8 @@ class Trainable:
     """The layers of a model that a config trains, epoch by epoch.
 
     Args:
-        config: The run, with ``train``, ``freeze`` and ``unfreeze``.
-        model: The model, as it is before it is wrapped.
+        config: The run, with ``train``, ``freeze`` and ``unfreeze``, or ``peft``.
+        model: The model with its adapters, as it is before it is wrapped.
 
     Raises:
         TargetError: If a name means no layer, or no layer would be trained.
@@ -27,6 +27,9 @@ class Trainable:
     def __init__(self, config: FinetuneConfig, model: nn.Module):
         self.model = model
         everything = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        if config.peft is not None:
+            # The adapters have said what is trained.
+            everything = {name for name, one in model.named_parameters(remove_duplicate=False) if one.requires_grad}
         first = everything if config.train is None else self._parameters(config.train, "train")
         if config.freeze is not None:
             first = first - self._parameters(config.freeze, "freeze")

@@ -24,6 +24,7 @@ CONVERTED = {
     "vgg16_cifar100_proxsg": ["head.fc"],
     "timm_resnet50": [f"layer4.{block}.conv{number}" for block in range(3) for number in (1, 2)],
     "timm_vit": ["head"],
+    "timm_vit_lora": [f"blocks.{number}.mlp.fc1" for number in range(12)],
     "hf_bert_text": ["classifier"],
     "efficientnet_lite0_cifar10": ["conv_head"],
     "minilm_text": ["classifier"],
