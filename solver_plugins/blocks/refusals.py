@@ -45,7 +45,7 @@ class Refusing(Shell):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Registers a Parameter; raises UnsupportedLayerError for a quantized one, without the products of a solver."""
-        if type(param).__module__.partition(".")[0] == "torchao":
+        if is_quantized(param):
             raise UnsupportedLayerError(
                 f"A solver multiplies by its weight and by its transpose, which a quantized weight "
                 f"({type(param).__name__} of torchao) does not offer: {_QUANTIZE}."
@@ -60,6 +60,11 @@ class Refusing(Shell):
             )
         if not isinstance(input, Tensor) and type(input).__module__ == "torch.fx.proxy":
             raise UnsupportedLayerError(_cannot("torch.fx", "be traced symbolically"))
+
+
+def is_quantized(weight: Any) -> bool:
+    """Whether a weight is one of torchao's, whose type knows few operations."""
+    return type(weight).__module__.partition(".")[0] == "torchao"
 
 
 def _cannot(tool: str, verb: str) -> str:

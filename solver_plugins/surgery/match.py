@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from solver_plugins.blocks import SolverBlock
+from solver_plugins.blocks.refusals import is_quantized
 from solver_plugins.blocks.shell import hides_forward
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators import reader_for
@@ -105,7 +106,10 @@ def _layer_problems(record: Record, name: str, module: nn.Module) -> list[str]:
             # Computing a parametrised weight may change it (spectral norm); its class has told enough.
             if not parametrize.is_parametrized(module):
                 kernel, _ = reader(module)
-                if not kernel.is_floating_point():
+                if is_quantized(kernel):
+                    kind = type(kernel).__name__
+                    reasons.append(f"its weight is quantized ({kind} of torchao); convert, merge_model, then quantize")
+                elif not kernel.is_floating_point():
                     reasons.append(f"weights of dtype {kernel.dtype} are not floating point")
         except SolverPluginsError as error:
             # The rest of the message lists what is supported, the same for every row.

@@ -11,7 +11,7 @@ import timm
 import torch
 from torch import nn
 
-from solver_plugins import attach_opteq_head, convert_model, export_model, gates_of, save
+from solver_plugins import attach_opteq_head, convert_model, export_model, gates_of, inspect_model, merge_model, save
 from solver_plugins.cli import main
 from solver_plugins.errors import UnsupportedLayerError
 from solver_plugins.integrations import SavingError
@@ -220,5 +220,32 @@ def test_tools_that_would_miss_the_solver():
                 trace()
         with pytest.raises(UnsupportedLayerError, match=r"swaps layers by their class"):
             torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+        # As torchao.quantization.quantize_ does.
+        with pytest.raises(UnsupportedLayerError, match=r"a quantized weight \(Int8Tensor of torchao\) does not offer"):
+            model[0].weight = Int8Tensor(model[0].weight.detach())
     # Looking at a module is no tracing.
     assert all(getattr(model[0], name, None) is not model for name in dir(model[0]))
+
+
+class Int8Tensor(nn.Parameter):
+    """Stands for torchao's."""
+
+    __module__ = "torchao.quantization"
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.ao.quantization", "ignore:torch.quantize_per_tensor")
+def test_merged_layers_are_quantized_and_quantized_ones_are_left():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 8)).eval()
+
+    x = torch.randn(4, 16)
+    merged = merge_model(convert_model(build(), "proxgd", 4, pattern="all", example_inputs=x))
+    expected = merged(x)
+    small = torch.ao.quantization.quantize_dynamic(merged, {nn.Linear}, dtype=torch.qint8)
+    assert type(small[0]) is torch.ao.nn.quantized.dynamic.Linear
+    assert (small(x) - expected).abs().max() < 0.1 * expected.abs().max()
+    merged[0].weight = Int8Tensor(merged[0].weight.detach())
+    report = inspect_model(merged, "proxgd", 4, pattern="all", example_inputs=x)
+    assert [row.name for row in report.converted] == ["2"]
+    assert "its weight is quantized (Int8Tensor of torchao)" in next(r.reason for r in report.rows if r.name == "0")

@@ -15,7 +15,7 @@ from torch.nn.functional import dropout
 
 from solver_plugins import apply_conversion, conversion_of, convert_model, inspect_model, load, revert_model, save
 from solver_plugins.blocks import blocks_of
-from solver_plugins.surgery import Conversion, ConversionError, TargetError
+from solver_plugins.surgery import Conversion, ConversionError, TargetError, example_inputs_for
 from tests.surgery.models import bart
 from tests.surgery.small import Model
 
@@ -72,6 +72,34 @@ def test_activation_dropout_of_bart_and_its_config(tmp_path: Path) -> None:
         assert {other.get_submodule(name.rpartition(".")[0]).activation_dropout for name in names} == {0.2}
     written = {"architectures", "dtype"}  # by save_pretrained
     assert {key: one for key, one in model.config.to_dict().items() if before[key] != one}.keys() <= written
+
+
+SIZES = {"d_model": 16, "vocab_size": 64, **{f"{part}_{size}": number for part in ("encoder", "decoder")
+         for size, number in (("layers", 1), ("attention_heads", 2), ("ffn_dim", 16))}}  # fmt: skip
+RATED = {"activation_dropout": 0.2, "dropout": 0.1}
+
+
+@pytest.mark.parametrize(("kind", "options", "parts"), [
+    ("WhisperForConditionalGeneration", {"max_source_positions": 8}, ("model.encoder", "model.decoder")),
+    ("WhisperForAudioClassification", {"max_source_positions": 8}, ("encoder",)),
+    ("PegasusForConditionalGeneration", {}, ("model.encoder", "model.decoder")),
+])  # fmt: skip
+def test_activation_dropout_of_whisper_and_pegasus(kind: str, options: dict[str, Any], parts: tuple[str, ...]) -> None:
+    made = getattr(transformers, kind)
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    model = made(made.config_class(**SIZES, **RATED, **ids, **options))
+    plain = copy.deepcopy(model).train()
+    convert_model(model, "proxsg", 10)
+    assert conversion_of(model).rates == {f"{part}.layers.0.activation_dropout": 0.2 for part in parts}
+    found = {name: block.solver.config.p for name, block in blocks_of(model).items()}
+    assert found == {f"{part}.layers.0.fc2": 0.2 for part in parts}
+    revert_model(model)
+    outputs = []
+    for one in (model.train(), plain):
+        torch.manual_seed(0)
+        given = example_inputs_for(one).kwargs
+        outputs.append(one(**{**given, "use_cache": False} if "Audio" not in kind else given)[0])
+    assert torch.equal(*outputs)
 
 
 def test_a_rate_that_steers_two_layers_is_taken_over_with_both() -> None:
