@@ -2,8 +2,8 @@
 
     python -m tests.coverage.merging [--all] [--filter GLOB]
 
-Without ``--all`` it is the sample of CI. Each line is a model: how many of its blocks are merged, and how far its outputs
-lie apart. Then the plain libraries load them, in a process that cannot import ``solver_plugins``.
+Without ``--all`` it is the sample of CI. Each line is a model: how many of its blocks are merged, and how far its
+outputs lie apart. Then the plain libraries load them, in a process that cannot import ``solver_plugins``.
 """
 
 import argparse
