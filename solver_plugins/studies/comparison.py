@@ -2,11 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from solver_plugins.studies.controls import SIMPLE, TUNED
+from solver_plugins.studies.controls import LINEAR, SIMPLE, untuned
 from solver_plugins.studies.figures import COLOURS, label, legend, line, nan_for_none, new_figure, whole_numbers
 from solver_plugins.studies.study import Results, Table, Value, mean, shown, spread
 
@@ -59,22 +59,22 @@ class Row:
 
     def has_solver(self, plain: str) -> bool:
         """Whether the arm is neither plain nor a control without a solver."""
-        return self.arm.removesuffix(TUNED) not in (plain, FIRST, *SIMPLE)
+        return untuned(self.arm) not in (plain, FIRST, LINEAR, *SIMPLE)
 
 
-def pairs(row: Row, rows: list[Row], other: str, key: str = "accuracy") -> list[float | None]:
-    """Returns what an arm gains over another one, seed by seed; ``key`` is the value of the first."""
-    (beside,) = [one for one in rows if one.group == row.group and one.arm == other]
-    both = zip([one.values.get(key) for one in row.found], beside.found.each("accuracy"), strict=True)
+def pairs(row: Row, rows: list[Row], other: str, key: str = "accuracy", beside: str = "accuracy") -> list[float | None]:
+    """Returns what a value of an arm is above a value of another one, seed by seed."""
+    (second,) = [one for one in rows if one.group == row.group and one.arm == other]
+    both = zip([one.values.get(key) for one in row.found], second.found.each(beside), strict=True)
     return [None if a is None or b is None else a - b for a, b in both]
 
 
-def paired(values: list[float | None]) -> str:
+def paired(values: list[float | None], digits: int = 2) -> str:
     """Returns the mean of paired differences ± its standard error as text."""
     there = [value for value in values if value is not None]
     if len(there) < 2:
-        return spread(values, "+.2f")
-    return f"{mean(there):+.2f} ± {statistics.stdev(there) / math.sqrt(len(there)):.2f}"
+        return spread(values, f"+.{digits}f")
+    return f"{mean(there):+.{digits}f} ± {statistics.stdev(there) / math.sqrt(len(there)):.{digits}f}"
 
 
 def better(values: list[float | None]) -> str:
@@ -82,7 +82,9 @@ def better(values: list[float | None]) -> str:
     return f"{sum(one is not None and one > 0 for one in values)} of {len(values)}"
 
 
-def accuracies(rows: list[Row], plain: str, config: "SearchedConfig", title: str) -> list[Table]:
+def accuracies(
+    rows: list[Row], plain: str, config: "SearchedConfig", title: str, more: Mapping[str, tuple[str, str]]
+) -> list[Table]:
     """Returns the table of accuracies on the test split; columns that no row fills are left out."""
     columns = {
         "paper (%)": [shown(row.paper, ".2f") for row in rows],
@@ -90,6 +92,9 @@ def accuracies(rows: list[Row], plain: str, config: "SearchedConfig", title: str
         "ours - paper": [_over_paper(row) for row in rows],
         "spread over trials": [_mean(row, "trial_spread", ".3f") for row in rows],
         "sampling off in evaluation (%)": [_mean(row, "deterministic_accuracy", ".2f") for row in rows],
+        "NLL": [_mean(row, "loss", ".3f") for row in rows],
+        "ECE (%)": [_mean(row, "ece", ".2f") for row in rows],
+        **{name: [_mean(row, key, form) for row in rows] for name, (key, form) in more.items()},
         "lr": [", ".join(f"{rate:g}" for rate in row.rates) for row in rows],
         "p": [", ".join(sorted({f"{one.values['p']:g}" for one in row.found if "p" in one.values})) for row in rows],
         "training (CPU s)": [_mean(row, "training_cpu_seconds", ".1f") for row in rows],
@@ -130,6 +135,16 @@ def gains(rows: list[Row], plain: str) -> Table:
         found.append((row.name, paper, spread(ours, "+.2f"), better(ours)))
     return Table(
         f"Points gained over '{plain}', with the same training", ("", "paper", "ours", "seeds that gain"), found
+    )
+
+
+def losses(rows: list[Row], chosen: list[Row], others: Sequence[str], seeds: list[int]) -> Table:
+    """Returns a table of the negative log-likelihoods of the chosen rows against each of the others."""
+    return Table(
+        "NLL over that of each other arm: below zero is better",
+        ("", *(f"over '{other}'" for other in others)),
+        [(row.name, *(paired(pairs(row, rows, other, "loss", "loss"), 3) for other in others)) for row in chosen],
+        f"Paired by seed, mean ± standard error over seeds {seeds}.",
     )
 
 

@@ -15,6 +15,8 @@ from solver_plugins.dropblock import AveragedDropout
 
 NONE, AVERAGED, GAIN, BIASES, TUNED = "none", "averaged", "gain", "biases", "-tuned"
 SIMPLE = (NONE, AVERAGED, GAIN, BIASES)
+LINEAR = "linear"
+"""A control of heads alone: the classifier without a hidden layer."""
 
 Sites = Mapping[str, str | None]
 """Layers that become solvers, and the dropout in front of each: names of modules, or how they end."""
@@ -33,6 +35,11 @@ class Gained(nn.Module):
         """Returns the layer's output times the gains."""
         found: Tensor = self.layer(input) * self.gain
         return found
+
+
+def untuned(arm: str) -> str:
+    """Returns the name of an arm without what says that its rate is searched."""
+    return arm.removesuffix(TUNED)
 
 
 def put_control(model: nn.Module, sites: Sites, control: str, masks: int) -> None:

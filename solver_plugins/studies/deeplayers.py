@@ -20,7 +20,7 @@ from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solve.problem import Formulation
 from solver_plugins.studies.comparison import FIRST, Row, differences, gains
-from solver_plugins.studies.controls import NONE, SIMPLE, TUNED, Sites, put_control, set_rates
+from solver_plugins.studies.controls import NONE, SIMPLE, TUNED, Sites, put_control, set_rates, untuned
 from solver_plugins.studies.runner import CellError
 from solver_plugins.studies.searched import SearchedConfig, SearchedStudy
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value
@@ -82,6 +82,9 @@ class DeepLayersTable(SearchedStudy[C]):
 
     tags = ("deeplayers", "images")
     group: ClassVar[str] = "beside"
+    simple: ClassVar[tuple[str, ...]] = SIMPLE
+    eval_mode: ClassVar[str] = "stochastic"
+    """Of solvers that sample: the paper's samples in evaluation, too."""
 
     @abstractmethod
     def sites(self, group: Value) -> Sites:
@@ -100,31 +103,27 @@ class DeepLayersTable(SearchedStudy[C]):
         return 0.0
 
     def compared(self) -> tuple[str, ...]:
-        known = (*SIMPLE, *(f"{arm}{TUNED}" for arm in (*self.arms(), *SIMPLE)))
+        known = (*self.simple, *(f"{arm}{TUNED}" for arm in (*self.arms(), *SIMPLE)))
         for control in self.config.controls:
             if control not in known:
                 raise OptionError(f"Unknown control {control!r}.{did_you_mean(control, known)}")
         return (*self.arms(), *self.config.controls)
 
-    def candidates(self, group: Value, arm: str) -> list[dict[str, Value]]:
-        rates = super().candidates(group, arm)
-        return [{**one, "p": p} for p in self.config.search.drop_rates for one in rates] if _tuned(arm) else rates
-
-    def _searched(self, earlier: Results, group: Value, arm: str) -> list[tuple[dict[str, Value], float | None]]:
-        found = super()._searched(earlier, group, arm)
-        if _tuned(arm):
-            # The arm without its end is the same at the network's own rate; without dropout, it is 'none'.
-            others = [(_base(arm), self.rate(group)), *([(NONE, 0.0)] if _base(arm) == self.arms()[0] else [])]
-            for other, p in others:
-                found += [({**one, "p": p}, score) for one, score in super()._searched(earlier, group, other)]
-        return found
+    def equals(self, group: Value, arm: str) -> list[tuple[str, float]]:
+        # Without dropout, the plain network is 'none'.
+        none = [(NONE, 0.0)] if untuned(arm) == self.arms()[0] else []
+        return [(untuned(arm), self.rate(group)), *none]
 
     def prepare(self) -> None:
         super().prepare()
         # Made once, so that mistakes surface before anything is written.
         for group in self.groups():
             for arm in self.compared():
-                self._solved(self.make(group), group, arm, self._images.train.images[:1])
+                self._solved(self.make(group), group, arm, self._example())
+
+    def _example(self) -> Tensor:
+        """Returns an input of the networks, by which layers are found."""
+        return self._images.train.images[:1]
 
     def stages(self) -> list[list[Cell]]:
         return [stage for stage in (self._firsts(), *super().stages()) if stage]
@@ -155,7 +154,7 @@ class DeepLayersTable(SearchedStudy[C]):
         if context.folder is not None:
             with whole_file(_weights(context.folder, cell)) as partial:
                 save_file({key: value.contiguous() for key, value in model.state_dict().items()}, partial)
-        return {**found, **self._test(cell, model, parts["test"], False)}
+        return {**found, **self._test(cell, model, parts, False)}
 
     def _begin(self, model: nn.Module, first: Cell, context: Context) -> nn.Module:
         """Loads the weights of the first stage into a network."""
@@ -168,7 +167,7 @@ class DeepLayersTable(SearchedStudy[C]):
 
     def _solved(self, model: nn.Module, group: Value, arm: str, example: Tensor, p: float | None = None) -> nn.Module:
         """Puts the solvers of an arm, or a control, into a network."""
-        arm = _base(arm)
+        arm = untuned(arm)
         if p is not None:
             set_rates(model, self.sites(group), p)
         if arm in SIMPLE:
@@ -176,12 +175,12 @@ class DeepLayersTable(SearchedStudy[C]):
         if arm not in self.arms()[1:]:
             return model
         options = self.conversion(group, arm)
-        if p == 0:
+        if p == 0 and samples(options["solver"]):
             # No dropout is live, by which the layers are found otherwise.
             options = {**options, "pattern": "all", "targets": list(self.sites(group)), "p": 0.0}
         elif p is not None and "p" in options:
             options["p"] = p
-        more = {"eval_mode": "stochastic"} if samples(options["solver"]) else {}
+        more = {"eval_mode": self.eval_mode} if samples(options["solver"]) else {}
         size = self.config.image_size
         if size is not None and example.ndim == 4 and example.shape[-1] != size:
             example = example.new_zeros(1, example.shape[1], size, size)
@@ -189,18 +188,20 @@ class DeepLayersTable(SearchedStudy[C]):
 
     def hooks(self, arm: str, steps: int) -> Hooks:
         # Step sizes are certified once per epoch, as in the paper.
-        return Hooks((refresh_every(steps),) if _base(arm) in self.arms()[1:] else ())
+        return Hooks((refresh_every(steps),) if untuned(arm) in self.arms()[1:] else ())
 
-    def _test(self, cell: Cell, model: nn.Module, test: Part, diverged: bool) -> dict[str, Any]:
+    def _test(self, cell: Cell, model: nn.Module, parts: dict[str, Part], diverged: bool) -> dict[str, Any]:
         """Evaluates on the test split: several times if the network samples, and then once without sampling."""
         if diverged:
-            return {"accuracy": None, "trial_spread": None, "deterministic_accuracy": None}
-        found = self._scores(model, test, self.name, cell.seed, "trial", trials=self.config.trials)
+            return dict.fromkeys(("accuracy", "loss", "ece", "trial_spread", "deterministic_accuracy"))
+        found = self._scores(model, parts["test"], self.name, cell.seed, "trial", trials=self.config.trials)
         sampling = samples_in_evaluation(model)
         return {
             "accuracy": found.accuracy,
+            "loss": found.loss,
+            "ece": found.ece,
             "trial_spread": found.accuracy_std if found.trials > 1 else None,
-            "deterministic_accuracy": self._scores(_sampling_off(model), test).accuracy if sampling else None,
+            "deterministic_accuracy": self._scores(_sampling_off(model), parts["test"]).accuracy if sampling else None,
         }
 
     def rows(self, results: Results) -> list[Row]:
@@ -235,14 +236,6 @@ class DeepLayersTable(SearchedStudy[C]):
             ),
             *search,
         ]
-
-
-def _base(arm: str) -> str:
-    return arm.removesuffix(TUNED)
-
-
-def _tuned(arm: str) -> bool:
-    return arm.endswith(TUNED)
 
 
 def _sampling_off(model: nn.Module) -> nn.Module:

@@ -124,15 +124,16 @@ class VGGTable(DeepLayersTable[C]):
         moved: nn.Module = model.to(context.device)
         return moved
 
-    def _inputs(self, model: Any, seed: int, context: Context) -> dict[str, Part]:
-        parts = super()._inputs(model, seed, context)
+    def _inputs(self, model: Any, cell: Cell, context: Context) -> dict[str, Part]:
+        parts = super()._inputs(model, cell, context)
         if not self.config.frozen:
             return parts
-        if seed not in self._features:
+        if cell.seed not in self._features:
             # Only one seed is kept: features may be as large as the images.
             body = model.body
-            self._features = {seed: {key: Part(collected(body, one, body), one.labels) for key, one in parts.items()}}
-        return self._features[seed]
+            found = {key: Part(collected(body, one, body), one.labels) for key, one in parts.items()}
+            self._features = {cell.seed: found}
+        return self._features[cell.seed]
 
     def _trained(self, model: Any) -> nn.Module:
         trained: nn.Module = model.head if self.config.frozen else model

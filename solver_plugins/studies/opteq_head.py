@@ -1,7 +1,7 @@
-"""An equilibrium head beside other heads on the same backbone, all trained by one schedule fixed in advance."""
+"""An equilibrium head beside other heads on the same backbone, with the same schedule and search."""
 
 import copy
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 from torch import nn
@@ -10,10 +10,12 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import HeadConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.heads import attach_opteq_head
-from solver_plugins.studies.images import Column, SideBySide, SideBySideConfig, build_backbone, is_pretrained, prepared
+from solver_plugins.studies.classifiers import ClassifierConfig, ClassifierStudy
+from solver_plugins.studies.controls import untuned
+from solver_plugins.studies.images import build_backbone
 from solver_plugins.studies.opteq_alpha import REFERENCE
-from solver_plugins.studies.study import Cell, Context, register_study
-from solver_plugins.studies.training import Fitting, features_of, fit, parameters_of, scores
+from solver_plugins.studies.study import Cell, Context, Value, register_study
+from solver_plugins.studies.training import Fitting, fit, parameters_of
 from solver_plugins.train.config import ModelSection
 from solver_plugins.train.randomness import seeded
 from solver_plugins.train.tensors import Part
@@ -34,34 +36,43 @@ class Backbone(StrictConfig):
     frozen: bool = Field(True, description="Whether only the heads are trained, on features that stay as they are.")
 
 
-class OptEqHeadConfig(SideBySideConfig):
-    """Settings of the comparison. The schedule is the same for all heads."""
+class OptEqHeadConfig(ClassifierConfig):
+    """Settings of the comparison. The schedule and the search are the same for all heads."""
 
     backbone: Backbone = Backbone()
     head: HeadConfig = HeadConfig()
     mlp_hidden: int = Field(64, ge=1, description="Hidden features of the head 'mlp': linear, ReLU, linear.")
-    fitting: Fitting = Fitting()
 
 
 @register_study
-class OptEqHeadStudy(SideBySide[OptEqHeadConfig]):
+class OptEqHeadStudy(ClassifierStudy[OptEqHeadConfig]):
     """An equilibrium head beside a linear one and a small network, on the same backbone."""
 
     name = "opteq-head"
     tags = ("opteq", "images")
     reference = f"Equation 4 {REFERENCE} as a head; the paper has no such table"
     Config = OptEqHeadConfig
-    arms = (LINEAR, MLP, OPTEQ)
-    heading = "head"
-    columns = (
-        Column("head_parameters", "parameters", drawn=False),
-        Column("accuracy", "accuracy (%)", ".2f"),
-        Column("loss", "loss", ".3f"),
-        Column("training_accuracy", "accuracy on the training split (%)", ".2f", drawn=False),
-        Column("training_cpu_seconds", "training (CPU s)", ".1f"),
-    )
+    measures: ClassVar = {"parameters": ("head_parameters", ".0f")}
     _first: Part | None
     _backbones: dict[int, nn.Module]
+
+    def arms(self) -> tuple[str, ...]:
+        return LINEAR, MLP, OPTEQ
+
+    def tunable(self) -> tuple[str, ...]:
+        return self.arms()
+
+    def equals(self, group: Value, arm: str) -> list[tuple[str, float]]:
+        return [(untuned(arm), 0.0)]
+
+    def section(self) -> ModelSection:
+        return self.config.backbone.model
+
+    def frozen(self) -> bool:
+        return self.config.backbone.frozen
+
+    def make(self, group: Value) -> nn.Module:
+        return build_backbone(self.section(), self._images)
 
     def prepare(self) -> None:
         super().prepare()
@@ -70,7 +81,7 @@ class OptEqHeadStudy(SideBySide[OptEqHeadConfig]):
         if config.backbone.train is not None:
             self._first = config.data.model_copy(update={"train": config.backbone.train}).load().train
         # Made once, so that mistakes surface before anything is written.
-        self._put(build_backbone(config.backbone.model, self._images), OPTEQ)
+        self._put(self.make(""), OPTEQ)
 
     def _put(self, model: Any, arm: str) -> nn.Module:
         """Gives a model a new head, and returns the head."""
@@ -90,9 +101,9 @@ class OptEqHeadStudy(SideBySide[OptEqHeadConfig]):
         if seed not in self._backbones:
             wanted = self.config.backbone
             with seeded(self.name, "backbone", seed):
-                model = build_backbone(wanted.model, self._images).to(context.device)
+                model = self.make("").to(context.device)
                 if self._first is not None:
-                    batches = wanted.fitting.batches(self._ready(model, self._first, context), seed)
+                    batches = wanted.fitting.batches(self._prepared(model, self._first, context), seed)
                     done = fit(model, batches, wanted.fitting.settings(), context)
                     if done.diverged:
                         raise OptionError(
@@ -103,35 +114,20 @@ class OptEqHeadStudy(SideBySide[OptEqHeadConfig]):
         return copy.deepcopy(self._backbones[seed])
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        config = self.config
         model = self._backbone(cell.seed, context)
-        train, test = (self._ready(model, part, context) for part in (self._images.train, self._images.validation))
+        self._inputs(model, cell, context)
         with seeded(self.name, "head", cell.seed):
-            head = self._put(model, cell.arm).to(context.device)
-            trained = model
-            if config.backbone.frozen:
-                train, test = (Part(features_of(model, part), part.labels) for part in (train, test))
-                trained = head
-            done = fit(trained, config.fitting.batches(train, cell.seed), config.fitting.settings(), context)
-        found = None if done.diverged else scores(trained, test)
-        return {
-            "accuracy": None if found is None else found.accuracy,
-            "loss": None if found is None else found.loss,
-            "training_accuracy": None if found is None else scores(trained, train).accuracy,
-            "head_parameters": parameters_of(head),
-            "training_cpu_seconds": done.cpu_seconds,
-        }
+            self._put(model, untuned(cell.arm)).to(context.device)
+            return self.compare(cell, model, context)
 
-    def _ready(self, model: nn.Module, part: Part, context: Context) -> Part:
-        config = self.config
-        return prepared(config.backbone.model, model, part, self._images.train, context.device, config.image_size)
+    def _convert(self, cell: Cell, model: Any, parts: dict[str, Part], p: Any = None) -> dict[str, Any]:
+        if p is not None:
+            self.put_before(model, nn.Dropout(p))
+        super()._convert(cell, model, parts, p)
+        return {"head_parameters": parameters_of(self.classifier_of(model))}
 
     def title(self) -> str:
-        config, wanted = self.config, self.config.backbone
-        source = ", pretrained" if is_pretrained(wanted.model) else ""
-        source += "" if self._first is None else f", trained on {len(self._first)} images of {wanted.train!r}"
-        what = "frozen features" if wanted.frozen else "the whole network is trained"
-        return (
-            f"Heads on {wanted.model.spec}{source}; {what}; {len(self._images.train)} images of "
-            f"{config.data.train!r} of {config.data.name!r}, {config.fitting.epochs} epochs"
+        first = (
+            "" if self._first is None else f", trained on {len(self._first)} images of {self.config.backbone.train!r}"
         )
+        return f"Heads on {super().title()}{first}"

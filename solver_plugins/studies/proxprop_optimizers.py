@@ -86,7 +86,7 @@ class ProxPropOptimizers(SearchedStudy[OptimizersConfig]):
         one = self.config.arms[arm]
         return self.config.fitting.model_copy(update={"optimizer": one.optimizer, "epochs": one.epochs})
 
-    def additions(self, arm: str) -> Additions:
+    def additions(self, arm: str, p: float | None = None) -> Additions:
         one = self.config.arms[arm]
         return Additions(ProxPropSection(mode=one.proxprop, tau_theta=one.tau_theta) if one.proxprop else None)
 

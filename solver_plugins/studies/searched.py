@@ -14,6 +14,7 @@ from torch import nn
 from solver_plugins.config import StrictConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.studies.comparison import Row, accuracies, draw_rows, pairs, search_tables
+from solver_plugins.studies.controls import TUNED
 from solver_plugins.studies.images import ImageConfig, ImageData, ImageStudy, normalised
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value, mean
 from solver_plugins.studies.training import EVALUATION_BATCH, Fitting, fit, scores
@@ -71,11 +72,13 @@ class SearchedStudy(ImageStudy[C]):
         group: What its networks differ in, a key of the cells' settings.
         printed: The paper's accuracies by network and arm.
         evaluation_batch: How many images are evaluated at once.
+        measures: More columns of the report: a heading, and the value and format of it.
     """
 
     group: ClassVar[str]
     printed: ClassVar[dict[Value, dict[str, float]]] = {}
     evaluation_batch: ClassVar[int] = EVALUATION_BATCH
+    measures: ClassVar[dict[str, tuple[str, str]]] = {}
     _parts: dict[str, Part]
 
     @abstractmethod
@@ -104,15 +107,22 @@ class SearchedStudy(ImageStudy[C]):
         return f"{len(self._images.train)} images of {config.data.name!r}, {config.fitting.epochs} epochs"
 
     def candidates(self, group: Value, arm: str) -> list[dict[str, Value]]:
-        """Lists what the search of an arm tries."""
-        return [{"lr": rate} for rate in self.config.search.rates]
+        """Lists what the search of an arm tries: step sizes, and for a tuned one dropout rates."""
+        search = self.config.search
+        if not arm.endswith(TUNED):
+            return [{"lr": rate} for rate in search.rates]
+        return [{"lr": rate, "p": p} for p in search.drop_rates for rate in search.rates]
+
+    def equals(self, group: Value, arm: str) -> list[tuple[str, float]]:
+        """Lists other arms that are the same as a tuned one at a dropout rate, and that rate."""
+        return []
 
     def fitting(self, group: Value, arm: str) -> Fitting:
         """Returns how an arm is trained, but for its step size."""
         return self.config.fitting
 
-    def additions(self, arm: str) -> Additions:
-        """Returns what an arm adds to training."""
+    def additions(self, arm: str, p: float | None = None) -> Additions:
+        """Returns what an arm adds to training, at a dropout rate if that is searched."""
         return Additions()
 
     def prepare(self) -> None:
@@ -140,24 +150,24 @@ class SearchedStudy(ImageStudy[C]):
 
     def compare(self, cell: Cell, model: nn.Module, context: Context) -> dict[str, Any]:
         """Trains and evaluates an arm of a network: in the search, or with what was best there."""
-        parts = self._inputs(model, cell.seed, context)
+        parts = self._inputs(model, cell, context)
         model = self._trained(model)
         searching = cell["stage"] == SEARCH
-        chosen = dict(cell.setting) if searching else self._best(cell, context.earlier)
+        chosen: dict[str, Any] = dict(cell.setting) if searching else self._best(cell, context.earlier)
         begun = self._convert(cell, model, parts, chosen.get("p"))
         settings = self.fitting(cell[self.group], cell.arm).model_copy(update={"lr": chosen["lr"]})
         if searching:
             settings = settings.model_copy(update={"epochs": min(settings.epochs, self.config.search.epochs)})
-        found = self._train(cell, model, parts, settings, context)
+        found = self._train(cell, model, parts, settings, context, chosen.get("p"))
         if searching:
             return begun | found
-        return {**chosen, **begun, **found, **self._test(cell, model, parts["test"], bool(found["diverged"]))}
+        return {**chosen, **begun, **found, **self._test(cell, model, parts, bool(found["diverged"]))}
 
     def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part], p: Any = None) -> dict[str, Any]:
         """Puts an arm into a network, at a dropout rate; returns what is measured before training."""
         return {}
 
-    def _inputs(self, model: nn.Module, seed: int, context: Context) -> dict[str, Part]:
+    def _inputs(self, model: nn.Module, cell: Cell, context: Context) -> dict[str, Part]:
         """Returns what the trained part of a network reads."""
         return self._ready(model, context)
 
@@ -187,7 +197,13 @@ class SearchedStudy(ImageStudy[C]):
         return Hooks()
 
     def _train(
-        self, cell: Cell, model: nn.Module, parts: dict[str, Part], settings: Fitting, context: Context
+        self,
+        cell: Cell,
+        model: nn.Module,
+        parts: dict[str, Part],
+        settings: Fitting,
+        context: Context,
+        p: float | None = None,
     ) -> dict[str, Any]:
         curve: list[float] = []
         seconds: list[float] = []
@@ -198,7 +214,7 @@ class SearchedStudy(ImageStudy[C]):
 
         batches = settings.batches(parts["train"], cell.seed)
         hooks = Hooks(self.hooks(cell.arm, batches.steps).after_step, (look,))
-        done = fit(model, batches, settings.settings(), context, additions=self.additions(cell.arm), hooks=hooks)
+        done = fit(model, batches, settings.settings(), context, additions=self.additions(cell.arm, p), hooks=hooks)
         return {
             LOOKED: None if done.diverged else curve[-1],
             "diverged": done.diverged,
@@ -207,13 +223,16 @@ class SearchedStudy(ImageStudy[C]):
             "curves": {LOOKED: curve, "cpu_seconds": seconds},
         }
 
-    def _test(self, cell: Cell, model: nn.Module, test: Part, diverged: bool) -> dict[str, Any]:
+    def _test(self, cell: Cell, model: nn.Module, parts: dict[str, Part], diverged: bool) -> dict[str, Any]:
         """Evaluates on the test split, and the loss over the training split."""
         if diverged:
-            return {"accuracy": None, "training_loss": None}
+            return dict.fromkeys(("accuracy", "loss", "ece", "training_loss"))
+        found = self._scores(model, parts["test"], self.name, cell.seed, "trial")
         return {
-            "accuracy": self._scores(model, test, self.name, cell.seed, "trial").accuracy,
-            "training_loss": self._scores(model, self._parts["train"], self.name, cell.seed, "train").loss,
+            "accuracy": found.accuracy,
+            "loss": found.loss,
+            "ece": found.ece,
+            "training_loss": self._scores(model, parts["train"], self.name, cell.seed, "train").loss,
         }
 
     def _scores(self, model: nn.Module, part: Part, *place: int | str, trials: int = 1) -> Scores:
@@ -235,10 +254,13 @@ class SearchedStudy(ImageStudy[C]):
     def _searched(self, earlier: Results, group: Value, arm: str) -> list[tuple[dict[str, Value], float | None]]:
         """Returns the candidates of an arm and how good they were."""
         keys = (self.group, "stage")
-        return [
+        found = [
             ({key: value for key, value in one.cell.setting if key not in keys}, one.values[LOOKED])
             for one in self._found(earlier, group, arm, SEARCH)
         ]
+        for other, p in self.equals(group, arm) if arm.endswith(TUNED) else []:
+            found += [({**one, "p": p}, score) for one, score in self._searched(earlier, group, other)]
+        return found
 
     def _found(self, results: Results, group: Value, arm: str, stage: str) -> Results:
         setting: dict[str, Any] = {self.group: group}
@@ -257,7 +279,10 @@ class SearchedStudy(ImageStudy[C]):
 
     def tables(self, results: Results) -> list[Table]:
         rows = self.rows(results)
-        return [*accuracies(rows, self.arms()[0], self.config, self.title()), *search_tables(rows, self.config)]
+        return [
+            *accuracies(rows, self.arms()[0], self.config, self.title(), self.measures),
+            *search_tables(rows, self.config),
+        ]
 
     def summary(self, results: Results) -> dict[str, Any]:
         rows, plain = self.rows(results), self.arms()[0]

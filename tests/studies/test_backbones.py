@@ -86,7 +86,8 @@ def test_the_short_scales_start_from_imagenet(tmp_path_factory, tmp_path):
     folder = tmp_path_factory.mktemp("downloads")
     changes = [
         f"data.name={cifar10(folder, 500, 200)}", f"backbone.model.weights={efficientnet_lite0(folder)}", "seeds=[0]",
-        "data.train=train", "data.validation=test", "backbone.frozen=true", "fitting.epochs=20",
+        "data.train=train", "data.validation=test", "data.test=test", "controls=[]", "search.rates=[1e-3]",
+        "fitting.epochs=20",
     ]  # fmt: skip
     outcome = run_study("opteq-head", read_study_config("opteq-head", "short", changes), tmp_path / "run")
     assert min(cell["accuracy"] for cell in outcome.metrics["cells"]) > 45

@@ -9,10 +9,13 @@ from solver_plugins.dropblock import AveragedDropout
 from solver_plugins.errors import OptionError
 from solver_plugins.studies import Cell, Results, read_study_config, run_study
 from solver_plugins.studies.comparison import paired
+from solver_plugins.studies.controls import untuned
 from solver_plugins.studies.deeplayers_pretrained import DeepLayersPretrained
 from solver_plugins.studies.deeplayers_table2 import DeepLayersTable2
 from solver_plugins.studies.deeplayers_table3 import DeepLayersTable3
+from solver_plugins.studies.dropblock_regularizer import DropBlockRegularizer
 from solver_plugins.studies.images import Images
+from solver_plugins.studies.opteq_head import OptEqHeadStudy
 from solver_plugins.studies.searched import FINAL, SEARCH
 from solver_plugins.studies.study import Measured
 from solver_plugins.train.tensors import Part
@@ -93,7 +96,7 @@ def test_a_pretrained_network_gets_controls_where_its_blocks_are(tmp_path):
     assert differences.columns == ("", "over 'plain'", "over 'gain'", "over 'biases'")
 
 
-@pytest.mark.parametrize("name", ["solvers", "table2", "table3", "table4", "table5", "pretrained"])
+@pytest.mark.parametrize("name", ["heads", "solvers", "table2", "table3", "table4", "table5", "pretrained"])
 @pytest.mark.parametrize("scale", ["short", "paper"])
 def test_every_study_that_could_claim_a_gain_has_controls(name, scale):
     config = read_study_config(f"deeplayers-{name}", scale)
@@ -173,3 +176,65 @@ def test_wrong_controls_are_refused(change, text, tmp_path):
     with pytest.raises(OptionError, match=text):
         run_study("deeplayers-table2", read_study_config("deeplayers-table2", "smoke", [change]), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "arms", "rows"),
+    [
+        ("opteq-head", "[linear-tuned, opteq-tuned, gain]", ["mlp", "opteq", "opteq-tuned"]),
+        (
+            "dropblock-regularizer", "[dropout-tuned, sampled-tuned, deterministic-tuned, gain]",
+            ["sampled", "deterministic", "sampled-tuned", "deterministic-tuned"],
+        ),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("frozen", [True, False])
+def test_classifiers_have_the_controls(name, arms, rows, frozen, tmp_path):
+    key = "backbone.frozen" if name == "opteq-head" else "frozen"
+    changes = [
+        f"controls={arms}", "search.drop_rates=[0.5]", f"{key}={str(frozen).lower()}", "fitting.epochs=1",
+        "data.train=train[:32]", "search.epochs=1",
+    ]  # fmt: skip
+    outcome = run_study(name, read_study_config(name, "smoke", changes), tmp_path)
+    final = {cell["arm"]: cell for cell in outcome.metrics["cells"] if cell["stage"] == FINAL}
+    assert all(final[arm]["p"] in (0.0, 0.5, pytest.approx(0.3)) for arm in final if arm.endswith("tuned"))
+    assert all(cell["loss"] > 0 and cell["ece"] is not None for cell in final.values())
+    accuracy, differences, *_ = outcome.tables
+    assert [row[0].split(", ")[1] for row in differences.rows] == rows
+    assert "over 'gain'" in differences.columns and "NLL" in accuracy.columns and "p" in accuracy.columns
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_stands_before_a_classifier(frozen):
+    changes = ["controls=[gain, mlp-tuned]", "search.drop_rates=[0.5]", f"backbone.frozen={str(frozen).lower()}"]
+    table = OptEqHeadStudy(read_study_config("opteq-head", "smoke", changes))
+    table.prepare()
+    found = {}
+    for arm, p in (("linear", None), ("gain", None), ("mlp-tuned", 0.4)):
+        torch.manual_seed(0)
+        whole = table.make("")
+        table._put(whole, untuned(arm))
+        model = table._trained(whole)
+        known = table._convert(Cell(arm, 0, (("backbone", ""), ("stage", FINAL))), model, {}, p)
+        found[arm] = model, known["head_parameters"]
+    features = table.make("").num_features
+    x = torch.randn(4, features) if frozen else torch.randn(4, 1, 16, 16)
+    # Gains begin at one, and are trained.
+    assert torch.equal(found["gain"][0].eval()(x), found["linear"][0].eval()(x))
+    assert found["gain"][1] == found["linear"][1] + features
+    assert 0.4 in dropouts(found["mlp-tuned"][0])
+    assert found["mlp-tuned"][1] == features * 16 + 16 + 16 * 10 + 10
+
+
+@pytest.mark.parametrize(
+    ("arm", "p", "kept"),
+    [("none", None, None), ("gain", None, None), ("sampled", None, 0.7), ("sampled-tuned", 0.25, 0.75),
+     ("deterministic-tuned", 0.0, None), ("dropout-tuned", 0.5, 0.5)],
+)  # fmt: skip
+def test_rates_of_dropblock(arm, p, kept):
+    table = DropBlockRegularizer(read_study_config("dropblock-regularizer", "smoke"))
+    section = table.additions(arm, p).sections[1]
+    assert (section and section.theta) == kept
+    if section is not None:
+        assert section.scheme == ("dropout" if "dropout" in arm else "dropblock")
+    assert table.equals("", "sampled-tuned") == [("sampled", pytest.approx(0.3)), ("none", 0.0)]

@@ -41,7 +41,7 @@ def begun(table, arm, seed=0):
     """Returns a network right before it is finetuned, and what is known of it."""
     with seeded(table.name, seed):
         model = table.make(table.groups()[0])
-        parts = table._inputs(model, seed, Context())
+        parts = table._inputs(model, cell_of(table, arm, seed), Context())
         return model, table._convert(cell_of(table, arm, seed), model, parts)
 
 
@@ -112,7 +112,7 @@ def test_weights_of_a_file_and_a_new_classifier(tmp_path):
     for model in (plain, solved, other):
         assert torch.equal(model.layer4[0].conv1.weight, trained.layer4[0].conv1.weight)
     # A pretrained network gets images of its own mean and spread, in all splits.
-    parts, given = table._inputs(plain, 0, Context()), table._splits()
+    parts, given = table._inputs(plain, cell_of(table, "plain"), Context()), table._splits()
     assert list(parts) == ["train", "validation", "test"]
     for key, part in given.items():
         expected = prepared(table.config.model, plain, part, given["train"], torch.device("cpu"), 16)
@@ -123,7 +123,7 @@ def test_similarity_is_that_of_what_the_classifier_reads():
     table = ready("calibration.batches=2", "fitting.batch_size=16", "solver.iters=4")
     model, known = begun(table, "normalized-blend-half")
     plain, none = begun(table, "plain")
-    parts = table._inputs(plain, 0, Context())
+    parts = table._inputs(plain, cell_of(table, "plain"), Context())
     by_hand = convert_model(
         copy.deepcopy(plain), "proxgd", iters=4, targets=LAYERS, pattern="linear-norm-act", blend=0.5,
         example_inputs=parts["train"].images[:1],
@@ -234,7 +234,7 @@ def test_an_arm_that_samples_keeps_its_calibration_with_sampling_off():
     model, known = begun(table, "sampled")
     before = {name: (block.channel_gain, block.channel_shift) for name, block in blocks(model).items()}
     assert 0.5 < known["similarity"] < 1
-    images = table._inputs(model, 0, Context())["test"].images
+    images = table._inputs(model, cell_of(table, "sampled"), Context())["test"].images
     assert not torch.equal(model.eval()(images), model(images))
     off = _sampling_off(model).eval()
     assert torch.equal(off(images), off(images))

@@ -203,7 +203,7 @@ def test_frozen_convolutions_are_trained_once_and_kept(tmp_path):
     other = table._begin(table.make(0.9), first[0], context)
     assert all(torch.equal(a, b) for a, b in zip(begun.body.parameters(), other.body.parameters(), strict=True))
     assert not torch.equal(begun.head.fc2.weight, other.head.fc2.weight)
-    parts = table._inputs(begun, 0, context)
+    parts = table._inputs(begun, final[0], context)
     begun.body.eval()
     expected = begun.body(table._ready(begun, context)["test"].images)
     assert torch.allclose(parts["test"].images, expected, atol=1e-5)

@@ -17,6 +17,7 @@ from solver_plugins.studies.opteq_alpha import OptEqAlpha, OptEqNetwork
 from solver_plugins.studies.opteq_grad import MODES, OptEqGrad, _gradient, _peak_bytes, _with
 from solver_plugins.studies.opteq_head import LINEAR, MLP, OPTEQ, OptEqHeadStudy
 from solver_plugins.studies.opteq_regularizers import PAPER, OptEqRegularizers
+from solver_plugins.studies.searched import FINAL
 from solver_plugins.studies.study import mean, spread
 from solver_plugins.studies.training import Fitting, fit, parameters_of
 from solver_plugins.train.additions import Additions
@@ -183,12 +184,16 @@ def test_small_alphas_need_more_iterations():
     assert found[0.05][0] > 5 * found[1.0][0] and found[0.05][1] < found[0.05][0]
 
 
+def head_cell(arm):
+    return Cell(arm, 0, (("backbone", "test_resnet"), ("stage", FINAL)))
+
+
 def test_heads_share_a_backbone_that_stays():
     study = OptEqHeadStudy(read_study_config("opteq-head", "smoke"))
     study.prepare()
     first = study._backbone(0, Context())
     before = {name: value.clone() for name, value in first.state_dict().items()}
-    values = {arm: study.run(Cell(arm, 0), Context()) for arm in OptEqHeadStudy.arms}
+    values = {arm: study.run(head_cell(arm), Context()) for arm in study.arms()}
     after = study._backbones[0].state_dict()
     assert all(torch.equal(before[name], after[name]) for name in before)
     features = first.num_features
@@ -198,7 +203,7 @@ def test_heads_share_a_backbone_that_stays():
     # A cell depends on nothing but itself.
     other = OptEqHeadStudy(study.config)
     other.prepare()
-    again = other.run(Cell(OPTEQ, 0), Context())
+    again = other.run(head_cell(OPTEQ), Context())
     assert again["loss"] == values[OPTEQ]["loss"] != values[LINEAR]["loss"]
 
 
@@ -215,7 +220,7 @@ def test_the_whole_network_is_trained_where_it_is_not_frozen():
 
     watched = Watched(study.config)
     watched.prepare()
-    watched.run(Cell(OPTEQ, 0), Context())
+    watched.run(head_cell(OPTEQ), Context())
     assert isinstance(seen["model"].get_classifier(), OptEqHead)
     name = next(name for name, _ in seen["model"].named_parameters())
     assert not torch.equal(seen["before"][name], seen["model"].state_dict()[name])

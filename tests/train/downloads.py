@@ -108,7 +108,8 @@ def main() -> None:
         sys.exit(str(error))
     data = shlex.quote(f"data.name={images}")
     for study, key in (
-        ("deeplayers-pretrained", "model"), ("dropblock-regularizer", "model"), ("opteq-head", "backbone.model"),
+        ("deeplayers-pretrained", "model"), ("deeplayers-heads", "model"), ("dropblock-regularizer", "model"),
+        ("opteq-head", "backbone.model"),
     ):  # fmt: skip
         print(f"solver-plugins study run {study} {data} {shlex.quote(f'{key}.weights={weights}')}")
 
