@@ -115,6 +115,7 @@ def _blocks(conversion: Conversion) -> list[str]:
     for block in conversion.blocks[:_SHOWN]:
         notes = [f"blend {block.blend:g}"] if block.blend != 1 else []
         notes += ["calibrated"] if block.gain is not None else []
+        notes += [{"channel": "a gate per channel", "scalar": "one gate"}[block.gate]] if block.gate is not None else []
         iters = block.settings.get("iters", "")
         lines.append(f"| {block.layer} | {block.solver} | {iters} | {block.prior} | {', '.join(notes)} |")
     more = len(conversion.blocks) - _SHOWN

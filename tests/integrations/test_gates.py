@@ -31,6 +31,8 @@ def test_gates_are_saved_beside_the_plain_weights(family, kind, tmp_path):
             gate.uniform_(0, 1)
     save(model, tmp_path / "saved")
     assert set(safetensors.torch.load_file(tmp_path / "saved" / "model.safetensors")) <= names
+    note = "one gate" if kind == "scalar" else "a gate per channel"
+    assert f"| {note} |" in (tmp_path / "saved" / "README.md").read_text()
     again = load(tmp_path / "saved")
     gates = gates_of(again)
     assert all(torch.equal(gates[name], gate) for name, gate in gates_of(model).items())
