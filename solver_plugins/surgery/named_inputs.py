@@ -68,7 +68,7 @@ class NamedInputs:
         mains = [main] if isinstance(main, str) else list(main)
         towers: list[str] = []
         # A model of two towers that meet behind both needs the inputs of both.
-        both = self.has("text_config") and (self.has("vision_config") or self.has("audio_config"))
+        both = self.has("text_config") and any(map(self.has, ("vision_config", "audio_config", "speech_config")))
         if both or all(map(self.has, ("vocab_size", "image_size", "patch_size"))):
             towers = ["input_ids", "pixel_values", "input_features", "input_values"]
         others = [name for name in (*towers, "decoder_input_ids") if name in self.accepted]

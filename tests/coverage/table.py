@@ -13,6 +13,7 @@ Result = Mapping[str, Any]
 WIDTH = 100
 """Of a line of text."""
 _STEPS = ("built", "fed", "ran")
+_PACKAGE = "needs a package that is not installed"
 _REACHED = (
     "Built: a small config was found. Fed: the plain model runs with some inputs; they are automatic if they are made "
     "from what the class says. Ran: its passes in both modes are finite. Generate: of the classes whose plain model "
@@ -134,7 +135,12 @@ def _tasks(rows: Sequence[Result]) -> list[str]:
         _reached(task, members) for task, members in (*sorted(groups.items()), ("all, each class once", everything))
     ]
     heading = ["task", "classes", "built", "fed", "inputs automatic", "ran", "all checks", "generate", "why not"]
-    return ["## transformers by task", "", _REACHED, "", *_table(heading, lines)]
+    possible = [row for row in everything if _kind_of(row) != _PACKAGE]
+    ran = sum(row.get("missing") is None and "worker" not in row["failures"] for row in possible)
+    share = (
+        f"Of the {len(possible)} classes whose packages are installed, {ran} ran ({ran / max(1, len(possible)):.1%})."
+    )
+    return ["## transformers by task", "", f"{share} {_REACHED}", "", *_table(heading, lines)]
 
 
 def _reached(task: str, rows: Sequence[Result]) -> list[Any]:
@@ -153,13 +159,15 @@ def _reached(task: str, rows: Sequence[Result]) -> list[Any]:
 
 
 def _kind_of(row: Result) -> str:
-    """Returns in a few words why a class did not pass."""
+    """Returns in a few words why a class did not pass; nothing for one that did."""
     if "worker" in row["failures"]:
         return "too slow or large for this run"
     if row["failures"]:
         return "a check fails"
+    if row["foreign"] is None:
+        return ""
     if "ImportError" in row["foreign"]:
-        return "needs a package that is not installed"
+        return _PACKAGE
     return {"built": "no small config", "fed": "no inputs"}.get(row["missing"], "the plain model's pass fails")
 
 
