@@ -12,10 +12,13 @@ def predict(
     inputs: Annotated[
         list[str], typer.Argument(help="Images, folders of images, or texts for a text model.", show_default=False)
     ],
-    top: Annotated[int, typer.Option("--top", min=1, help="How many of the likeliest classes are named.")] = 1,
+    top: Annotated[
+        int | None,
+        typer.Option("--top", min=1, help="How many classes are named; one, or all likely ones, by default."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
 ) -> None:
-    """Says which class each image or text belongs to, prepared as in the evaluation of the finetune."""
+    """Says which class, labels or numbers each image or text has, prepared as in the evaluation of the finetune."""
     from solver_plugins.train.predict import predict as run
 
     found = run(folder, inputs, top=top)
@@ -23,4 +26,4 @@ def predict(
         print(json.dumps([asdict(one) for one in found], indent=1))
         return
     for one in found:
-        print(f"{one.source}: {', '.join(f'{label} {share:.3f}' for label, share in one.likeliest)}")
+        print(f"{one.source}: {', '.join(f'{name} {value:.3f}' for name, value in one.likeliest) or 'nothing'}")

@@ -8,12 +8,14 @@ import torch
 from accelerate.utils import set_seed
 from torch import nn
 
+from solver_plugins.errors import OptionError
 from solver_plugins.surgery import convert_model, speaking
 from solver_plugins.train.classification import arguments_of
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import Loaders, Splits, example_of, make_loaders
 from solver_plugins.train.models import DTYPES, attach_head, build_model
 from solver_plugins.train.preparation import remember_data
+from solver_plugins.train.problems import SINGLE
 
 
 def arms_of(config: FinetuneConfig) -> tuple[str, ...]:
@@ -39,11 +41,12 @@ def make_arm(
         processes: How many processes share the batches.
         before_conversion: Called with the plain model and example inputs, right before a conversion.
     """
+    check_options(config, splits)
     set_seed(config.seed)
     model = build_model(config, splits)
     loaders = make_loaders(config, splits, model, processes)
     if not splits.is_text:
-        remember_data(config, model, splits.classes)
+        remember_data(config, model, splits.classes, splits.problem_type)
     if name == "solver" and config.head is not None:
         attach_head(model, config.head)
     if name == "solver" and config.solver is not None:
@@ -56,6 +59,28 @@ def make_arm(
         with speaking("config"):
             convert_model(model, config.solver, calibrate=first, example_inputs=example)
     return model, loaders
+
+
+def check_options(config: FinetuneConfig, splits: Splits) -> None:
+    """Checks that a config asks for nothing that its problem does not have.
+
+    Raises:
+        OptionError: If it does.
+    """
+    if splits.problem_type == SINGLE:
+        return
+    asked = {
+        "label_smoothing": config.label_smoothing > 0,
+        "mixup": config.mixup is not None,
+        "class_weights": config.class_weights is not None and splits.problem_type == "regression",
+        "regularizer": config.regularizer is not None and config.regularizer.how == "deterministic",
+    }
+    for name, given in asked.items():
+        if given:
+            raise OptionError(
+                f"{name} is about one class of several, and the labels pose a problem of {splits.problem_type}: leave "
+                "it out, or set data.problem_type."
+            )
 
 
 def _inputs(batch: Any, dtype: torch.dtype) -> Any:

@@ -10,6 +10,7 @@ from torch import nn
 from solver_plugins.errors import OptionError
 from solver_plugins.train.launch import is_sharded
 from solver_plugins.train.outputs import whole_file
+from solver_plugins.train.problems import PROBLEMS, SINGLE, Problem
 from solver_plugins.train.sections import BestSection
 
 
@@ -20,13 +21,30 @@ class BestWeights:
         section: What is compared; None keeps nothing, and the last epoch counts.
         file: Where the weights are kept.
         accelerator: Of the run.
+        problem: What is predicted.
+        classes: How many classes or targets there are.
 
     Raises:
-        OptionError: If the weights are sharded.
+        OptionError: If the weights are sharded, or the metric is not one of the problem.
     """
 
-    def __init__(self, section: BestSection | None, file: Path, accelerator: Accelerator):
+    def __init__(
+        self,
+        section: BestSection | None,
+        file: Path,
+        accelerator: Accelerator,
+        problem: Problem = PROBLEMS[SINGLE],
+        classes: int | None = None,
+    ):
         self.section, self.file, self.accelerator = section, file, accelerator
+        self.metric = problem.main if section is None or section.metric is None else section.metric
+        self.sign = -1 if self.metric == "loss" or self.metric in problem.smaller else 1
+        known = [key for key in ("loss", *problem.headings) if key != "top5" or classes is None or classes > 5]
+        if self.metric not in known:
+            raise OptionError(
+                f"best.metric={self.metric!r} is not measured for {problem.name}"
+                f"{'' if classes is None else f' with {classes} outputs'}; expected {', '.join(known)}."
+            )
         if section is not None and is_sharded(accelerator):
             raise OptionError("best needs whole weights in each process, which FSDP does not have; leave one out.")
 
@@ -34,15 +52,12 @@ class BestWeights:
         """Returns the best epoch so far; the first of equal ones.
 
         Raises:
-            OptionError: If the metric is not there, as five classes have no top5.
+            OptionError: If the metric is not defined, as for one label in all examples.
         """
-        assert self.section is not None
-        values = [row[f"eval_{self.section.metric}"] for row in rows]
+        values = [row[f"eval_{self.metric}"] for row in rows]
         if None in values:
-            raise OptionError(
-                f"best.metric={self.section.metric!r} is not defined for these classes; compare accuracy."
-            )
-        signed = [self.section.sign * value for value in values]
+            raise OptionError(f"best.metric={self.metric!r} is not defined for these examples; compare the loss.")
+        signed = [self.sign * value for value in values]
         return int(rows[signed.index(max(signed))]["epoch"])
 
     def look(self, model: nn.Module, rows: list[dict[str, Any]]) -> bool:

@@ -1,4 +1,4 @@
-"""The loss of a classifier: cross entropy, with label smoothing, mixup and a penalty where they are asked for."""
+"""The loss of a run: that of its problem, with label smoothing, mixup and a penalty where they are asked for."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError
 from solver_plugins.train.data import Batch
+from solver_plugins.train.problems import PROBLEMS, SINGLE, Problem
 from solver_plugins.train.sections import MixupSection
 
 
@@ -30,7 +31,7 @@ def logits_of(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype)
 
 
 class Classification:
-    """The loss of a classifier on a batch: an objective of the training loop.
+    """The loss of a model on a batch: an objective of the training loop.
 
     Args:
         accelerator: Provides autocast.
@@ -38,6 +39,7 @@ class Classification:
         label_smoothing: Share of each label that goes to all classes.
         mixup: How images are mixed, and the number of classes; None for no mixing.
         class_weights: One weight for each class.
+        problem: What is predicted.
         penalty: Returns the term to add to the loss after a forward pass on a batch, or None.
     """
 
@@ -49,10 +51,11 @@ class Classification:
         mixup: tuple[MixupSection, int] | None = None,
         penalty: Callable[[Batch], Tensor | None] | None = None,
         class_weights: Tensor | None = None,
+        problem: Problem = PROBLEMS[SINGLE],
     ):
         self.accelerator, self.dtype, self.penalty = accelerator, dtype, penalty
         self.mixup: Any = None
-        self.loss: nn.Module = nn.CrossEntropyLoss(class_weights, label_smoothing=label_smoothing)
+        self.loss: nn.Module = problem.loss(label_smoothing, class_weights)
         if mixup is not None:
             section, classes = mixup
             self.mixup = Mixup(

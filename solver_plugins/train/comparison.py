@@ -14,6 +14,7 @@ from rich.table import Table
 
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.outputs import write_whole
+from solver_plugins.train.problems import PROBLEMS, SINGLE, Problem, shown
 
 Rows = list[dict[str, Any]]
 _COLOURS = {"solver": "#1f6fb4", "baseline": "#d1701f", "plain": "#444444"}
@@ -31,31 +32,37 @@ _BLOCKS = """<p><b>L</b> is the Lipschitz constant that sets a block's step size
 A A<sup>T</sup> for its weight A. The <b>residual</b> is the relative change that one further iteration would make: it
 is small where the solve has converged.</p>
 """
-HEADINGS = ("model", "accuracy (%)", "macro F1", "ECE", "eval loss", "train loss", "steps", "time")
+_WILSON = """In brackets the 95% interval of the accuracy (Wilson) that this number of examples allows; two models on
+the same examples can differ by less and still truly differ."""
+
+
+def problem_of(results: dict[str, dict[str, Any]]) -> Problem:
+    """Returns what the models of a run predict."""
+    return PROBLEMS[next(iter(results.values())).get("problem_type", SINGLE)]
+
+
+def headings(problem: Problem) -> tuple[str, ...]:
+    """Returns the columns of the comparison."""
+    measures = (heading for key, heading in problem.headings.items() if key != "top5")
+    return ("model", *measures, "eval loss", "train loss", "steps", "time")
 
 
 def table_rows(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
     """Returns the cells of the comparison, the baseline first."""
     rows: list[tuple[str, ...]] = []
+    problem = problem_of(results)
     for name in ("plain", "baseline", "solver"):
         if name not in results:
             continue
         one = results[name]
-        low, high = wilson(one["accuracy"] / 100, one["count"])
-        accuracy = f"{one['accuracy']:.2f}"
+        cells = {key: shown(one[key], problem.digits) for key in problem.headings if key != "top5"}
         if one["trials"] > 1:
-            accuracy += f" ± {one['accuracy_std']:.2f} ({one['trials']} trials)"
-        accuracy += f" [{100 * low:.1f}, {100 * high:.1f}]"
-        cells = (
-            accuracy,
-            f"{one['macro_f1']:.2f}",
-            f"{one['ece']:.2f}",
-            f"{one['loss']:.4f}",
-            f"{one['train_loss']:.4f}",
-            str(one["steps"]),
-            f"{one['seconds']:.1f} s",
-        )
-        rows.append((_title(config, name), *cells))
+            cells[problem.main] += f" ± {one[f'{problem.main}_std']:.{problem.digits}f} ({one['trials']} trials)"
+        if problem.main == "accuracy":
+            low, high = wilson(one["accuracy"] / 100, one["count"])
+            cells["accuracy"] += f" [{100 * low:.1f}, {100 * high:.1f}]"
+        rest = (f"{one['loss']:.4f}", f"{one['train_loss']:.4f}", str(one["steps"]), f"{one['seconds']:.1f} s")
+        rows.append((_title(config, name), *cells.values(), *rest))
     return rows
 
 
@@ -86,22 +93,24 @@ def result_table(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> 
     count = next(iter(results.values()))["count"]
     made = Table(title=f"{config.model.spec} on {config.data.name}: {count} examples of {config.data.eval_name}")
     # A terminal of 80 columns holds these; the report has them all.
-    shown = [HEADINGS.index(name) for name in ("model", "accuracy (%)", "eval loss", "train loss", "time")]
-    for place in shown:
-        made.add_column(HEADINGS[place], justify="right" if place else "left")
+    problem = problem_of(results)
+    columns = headings(problem)
+    chosen = [columns.index(name) for name in ("model", problem.headings[problem.main], *columns[-4:-2], "time")]
+    for place in chosen:
+        made.add_column(columns[place], justify="right" if place else "left")
     for cells in table_rows(config, results):
-        made.add_row(*(cells[place] for place in shown))
+        made.add_row(*(cells[place] for place in chosen))
     return made
 
 
 def write_report(path: Path, config: FinetuneConfig, results: dict[str, dict[str, Any]], rows: dict[str, Rows]) -> None:
     """Writes ``report.html``: table, learning curves, the blocks' constants and residuals, the config."""
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in HEADINGS)
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in headings(problem_of(results)))
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
         for cells in table_rows(config, results)
     )
-    pictures = _picture(_curves(rows), "Learning curves")
+    pictures = _picture(_curves(rows, problem_of(results)), "Learning curves")
     if any(row.get("blocks") for row in rows.get("solver", [])):
         pictures += _picture(_blocks(rows["solver"]), "The solver blocks while training") + _BLOCKS
     title = html.escape(f"{config.model.spec} on {config.data.name}")
@@ -110,8 +119,7 @@ def write_report(path: Path, config: FinetuneConfig, results: dict[str, dict[str
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
         f"</head><body>\n<h1>{title}</h1>\n<p>{count} examples of the split {html.escape(config.data.eval_name)}, seed "
-        f"{config.seed}, {config.epochs} epochs. In brackets the 95% interval of the accuracy (Wilson) that "
-        "this number of examples allows; two models on the same examples can differ by less and still truly differ."
+        f"{config.seed}, {config.epochs} epochs. {_WILSON if problem_of(results).main == 'accuracy' else ''}"
         f'</p>\n<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
         f"{pictures}{_by_class(results)}<h2>Config</h2>\n<pre>{html.escape(config.to_yaml())}</pre>\n</body></html>\n"
     )
@@ -119,20 +127,26 @@ def write_report(path: Path, config: FinetuneConfig, results: dict[str, dict[str
 
 
 def _by_class(results: dict[str, dict[str, Any]]) -> str:
-    """Returns a table of the accuracy on each class: all of them, or the hardest ones."""
-    first = next(iter(results.values()))
+    """Returns a table of the number for each class: all of them, or the hardest ones."""
+    first, problem = next(iter(results.values())), problem_of(results)
+    if len(first["classes"]) == 1:
+        return ""
     known = [place for place, value in enumerate(first["per_class"]) if value is not None]
-    shown = sorted(known, key=lambda place: float(first["per_class"][place]))[:MOST_CLASSES]
-    title = "Each class by itself" if len(shown) == len(known) else f"The {len(shown)} hardest of {len(known)} classes"
-    head = "".join(f"<th>{html.escape(name)} (%)</th>" for name in results)
+    known = sorted(known, key=lambda place: float(first["per_class"][place]))
+    kind = "target" if problem.name == "regression" else "class"
+    # Of errors the largest are the hardest.
+    chosen = (known[::-1] if problem.main in problem.smaller else known)[:MOST_CLASSES]
+    whole = len(chosen) == len(known)
+    title = f"Each {kind} by itself" if whole else f"The {len(chosen)} hardest of {len(known)}"
+    head = "".join(f"<th>{html.escape(name)}: {html.escape(problem.each)}</th>" for name in results)
     body = "".join(
         f"<tr><td>{html.escape(first['classes'][place])}</td>"
-        + "".join(f"<td>{one['per_class'][place]:.1f}</td>" for one in results.values())
+        + "".join(f"<td>{one['per_class'][place]:.{problem.digits - 1}f}</td>" for one in results.values())
         + "</tr>"
-        for place in shown
+        for place in chosen
     )
     return (
-        f'<h2>{title}</h2>\n<div class="wide"><table><thead><tr><th>class</th>{head}</tr></thead><tbody>{body}</tbody>'
+        f'<h2>{title}</h2>\n<div class="wide"><table><thead><tr><th>{kind}</th>{head}</tr></thead><tbody>{body}</tbody>'
         "</table></div>\n"
     )
 
@@ -160,17 +174,18 @@ def _figure(panels: int) -> tuple[Figure, list[Any]]:
     return figure, axes
 
 
-def _curves(rows: dict[str, Rows]) -> Figure:
-    figure, (loss, accuracy) = _figure(2)
+def _curves(rows: dict[str, Rows], problem: Problem) -> Figure:
+    figure, (loss, main) = _figure(2)
     for name, points in rows.items():
         epochs = [row["epoch"] for row in points]
         style = {"color": _COLOURS[name], "marker": "o", "markersize": 3}
         loss.plot(epochs, [row["train_loss"] for row in points], label=f"{name}, train", linestyle="--", **style)
         loss.plot(epochs, [row["eval_loss"] for row in points], label=f"{name}, eval", **style)
-        accuracy.plot(epochs, [row["eval_accuracy"] for row in points], label=name, **style)
+        values = [row[f"eval_{problem.main}"] for row in points]
+        main.plot(epochs, [float("nan") if value is None else value for value in values], label=name, **style)
     loss.set_ylabel("loss")
-    accuracy.set_ylabel("accuracy (%)")
-    for axes in (loss, accuracy):
+    main.set_ylabel(problem.headings[problem.main])
+    for axes in (loss, main):
         axes.legend(frameon=False, fontsize=8)
     return figure
 

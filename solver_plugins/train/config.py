@@ -9,6 +9,7 @@ from pydantic import Field
 from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium.head import HeadConfig
 from solver_plugins.surgery import ConversionSpec
+from solver_plugins.train.problems import ProblemType
 from solver_plugins.train.sections import (
     AugmentationSection,
     BestSection,
@@ -116,9 +117,13 @@ class DataSection(StrictConfig):
     eval: str | Annotated[float, Field(gt=0, lt=1)] = Field(
         "test", description="The split to evaluate on; or a share of the training split, the same of each class."
     )
-    image: str | None = Field(None, description="The column of images; found by itself by default.")
+    image: str | None = Field(None, description="The column of images, or of their files; found by itself by default.")
     text: str | None = Field(None, description="The column of texts: makes it a text classification.")
-    label: str | None = Field(None, description="The column of labels; 'label', 'labels' or 'fine_label' by default.")
+    label: Names | None = Field(
+        None, description="The column of labels, by default 'label', 'labels' or 'fine_label'; or several columns."
+    )
+    separator: str | None = Field(None, description="What stands between the labels of a text that names several.")
+    problem_type: ProblemType | None = Field(None, description="What is predicted; seen from the labels by default.")
     image_size: int | None = Field(None, ge=1, description="Side of the images; the model's own by default.")
     max_length: int = Field(128, ge=1, description="Texts are cut after this many tokens.")
     mean: list[float] | None = Field(None, description="Per channel; the model's own by default.")
@@ -130,6 +135,18 @@ class DataSection(StrictConfig):
     def eval_name(self) -> str:
         """What messages call the examples that are evaluated."""
         return repr(self.eval) if isinstance(self.eval, str) else f"{100 * self.eval:g}% of {self.train!r}"
+
+    @pydantic.model_validator(mode="after")
+    def _labels_fit(self) -> Self:
+        if isinstance(self.label, list) and len(set(self.label)) < max(1, len(self.label)):
+            raise ValueError("expected at least one column of labels, and each of them once")
+        if self.separator is None:
+            return self
+        if not self.separator:
+            raise ValueError("expected a separator of at least one letter; ' ' is a space")
+        if isinstance(self.label, list) or self.problem_type not in (None, "multi_label_classification"):
+            raise ValueError("separator is for one column whose texts name several labels; leave it out")
+        return self
 
     @pydantic.field_validator("std")
     @classmethod

@@ -2,8 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from solver_plugins.errors import did_you_mean
 from solver_plugins.train.config import DataSection, FinetuneConfig
 from solver_plugins.train.errors import DataError
-from solver_plugins.train.images import check_images, files_of
+from solver_plugins.train.images import FILE_NAMES, check_images, files_of, opened
+from solver_plugins.train.labels import Label, LabelReader, check_labels, names_of, problem_of, value_of, values_of
 from solver_plugins.train.preparation import image_preparation, text_preparation
+from solver_plugins.train.problems import PROBLEMS, SINGLE, Problem, ProblemType
 from solver_plugins.train.randomness import seed_for, seeded
 from solver_plugins.train.sources import load_split
 
@@ -33,45 +35,70 @@ class Splits:
         eval: The evaluation split.
         column: The column of images or texts.
         is_text: Whether they are texts.
-        label: The column of labels.
-        classes: The names of the classes, in the order of their numbers.
+        label: The column of labels, or several of them.
+        classes: The names of the classes, in the order of their numbers; or those of the targets of a regression.
+        problem_type: What is predicted.
+        separator: What stands between the labels of a text.
     """
 
     train: Any
     eval: Any
     column: str
     is_text: bool
-    label: str
+    label: Label
     classes: tuple[str, ...]
+    problem_type: ProblemType = SINGLE
+    separator: str | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """What is predicted."""
+        return PROBLEMS[self.problem_type]
+
+    def values(self, found: Any) -> list[Any]:
+        """Returns the labels of a split as they are stored."""
+        return values_of(found, self.label, self.separator)
+
+    def reader(self) -> LabelReader:
+        """Returns what turns a stored label into a class number or a row of numbers."""
+        return LabelReader(self.problem_type, self.classes, self.label)
 
     def identity(self) -> dict[str, Any]:
         """Returns what identifies these examples: their number, their classes, and their labels in order."""
-        both = [[str(one) for one in split[self.label]] for split in (self.train, self.eval)]
+        both = [[str(one) for one in self.values(split)] for split in (self.train, self.eval)]
         labels = hashlib.sha256(json.dumps(both).encode()).hexdigest()
         return {"train": len(self.train), "eval": len(self.eval), "classes": list(self.classes), "labels": labels}
 
     def seen(self, found: Any) -> set[int]:
-        """Returns the numbers of the classes that occur in a split."""
-        numbers = {name: number for number, name in enumerate(self.classes)}
-        return {numbers[one] if isinstance(one, str) else one for one in set(found[self.label])}
+        """Returns the numbers of the classes that occur in a split; those of all targets of a regression."""
+        if self.problem_type == "regression":
+            return set(range(len(self.classes)))
+        made = map(self.reader(), self.values(found))
+        rows = ([one] if isinstance(one, int) else [place for place, hot in enumerate(one) if hot] for one in made)
+        return {number for row in rows for number in row}
 
     def weights(self, given: str | list[float]) -> Tensor:
         """Returns a weight for each class: those given, or one over the share of the class; their mean is one.
 
+        With several labels at once it is the weight of their positive examples: those given, or how many negative ones
+        there are for each.
+
         Raises:
             DataError: If there are more or fewer than classes, or a class has no example.
         """
+        several = self.problem_type == "multi_label_classification"
         if isinstance(given, str):
-            labels = [one if isinstance(one, int) else self.classes.index(one) for one in self.train[self.label]]
-            counts = torch.bincount(torch.tensor(labels), minlength=len(self.classes)).double()
+            read = self.reader()
+            targets = torch.tensor([read(value) for value in self.values(self.train)])
+            counts = targets.sum(0) if several else torch.bincount(targets, minlength=len(self.classes))
             if not bool((counts > 0).all()):
                 raise DataError("class_weights=balanced needs a training example of each class.")
-            made = 1 / counts
+            made = (len(targets) - counts.double()) / counts if several else 1 / counts.double()
         else:
             made = torch.tensor(given, dtype=torch.float64)
             if len(made) != len(self.classes) or not bool((made > 0).all()):
                 raise DataError(f"Expected {len(self.classes)} class_weights above zero; found {given}.")
-        return (made / made.mean()).float()
+        return (made if several else made / made.mean()).float()
 
     def notes(self) -> list[str]:
         """Returns what a user should know about the examples before training."""
@@ -92,37 +119,50 @@ def load_splits(config: DataSection) -> Splits:
     """
     train = load_split(config, config.train)
     evaluation = load_split(config, config.eval) if isinstance(config.eval, str) else train
-    column = config.text or _column(train, config.image, _IMAGE_NAMES, "image")
-    label = _column(train, config.label, _LABEL_NAMES, "label")
-    for split, found in ((repr(config.train), train), (config.eval_name, evaluation)):
-        for name in (column, label):
+    column = config.text or _column(train, config.image, (*_IMAGE_NAMES, *FILE_NAMES), "image")
+    if isinstance(config.label, list):
+        label: Label = tuple(config.label)
+    else:
+        label = _column(train, config.label, _LABEL_NAMES, "label")
+    both = ((repr(config.train), train), (config.eval_name, evaluation))
+    for split, found in both:
+        for name in (column, *(label if isinstance(label, tuple) else (label,))):
             if name not in found.column_names:
                 raise DataError(
                     f"The split {split} of {config.name!r} has no column {name!r}."
                     f"{did_you_mean(name, found.column_names)}"
                 )
-    classes = _classes(train, label)
-    if len(classes) < 2:
+    if config.text is None:
+        train, evaluation = (opened(found, column, config.name) for _, found in both)
+    problem = problem_of(train, label, config)
+    values = values_of(train, label, config.separator)
+    classes = names_of(train, label, problem, values)
+    if len(classes) < 2 and problem == SINGLE:
         raise DataError(
             f"Expected at least two classes to tell apart; found {classes[0]!r} alone in {label!r} of {config.name!r}. "
             "A folder of images has a folder for each class."
         )
-    if not isinstance(config.eval, str):
-        train, evaluation = _divided(train, label, config.eval)
-    made = Splits(train, evaluation, column, config.text is not None, label, classes)
+    whole = Splits(train, evaluation, column, config.text is not None, label, classes, problem, config.separator)
+    expected = {
+        SINGLE: f"labels of the {len(classes)} classes of the training split",
+        "multi_label_classification": f"lists of the {len(classes)} labels of the training split",
+    }.get(problem, "a finite number for each target")
     for split, found in ((repr(config.train), train), (config.eval_name, evaluation)):
-        _check_labels(found[label], classes, f"the split {split} of {config.name!r}")
+        check_labels(whole.values(found), whole.reader(), expected, f"the split {split} of {config.name!r}")
+    if not isinstance(config.eval, str):
+        train, evaluation = _divided(train, values if problem == SINGLE else [0] * len(train), config.eval)
+    made = replace(whole, train=train, eval=evaluation)
     _check_classes(made, config)
     if config.check and not made.is_text:
         check_images([file for found in (train, evaluation) for file in files_of(found, column)])
     return made
 
 
-def _divided(found: Any, label: str, share: float) -> tuple[Any, Any]:
-    """Divides a split in two, with the same share of each class; always in the same way, whatever the run's seed."""
+def _divided(found: Any, values: Sequence[Any], share: float) -> tuple[Any, Any]:
+    """Divides a split in two, with the same share of each value; always in the same way, whatever the run's seed."""
     generator = torch.Generator().manual_seed(seed_for("division"))
     places: dict[Any, list[int]] = {}
-    for place, value in enumerate(found[label]):
+    for place, value in enumerate(values):
         places.setdefault(value, []).append(place)
     chosen: list[int] = []
     for own in places.values():
@@ -146,34 +186,12 @@ def _column(found: Any, given: str | None, names: tuple[str, ...], kind: str) ->
     return hit
 
 
-def _classes(train: Any, label: str) -> tuple[str, ...]:
-    names = getattr(train.features[label], "names", None)
-    if names:
-        return tuple(names)
-    values = set(train[label])
-    if all(isinstance(value, str) for value in values):
-        return tuple(sorted(values))
-    if all(isinstance(value, int) and not isinstance(value, bool) and value >= 0 for value in values):
-        return tuple(str(number) for number in range(max(values) + 1))
-    raise DataError(
-        f"Expected labels that are class numbers from 0 on, or names; found {sorted(map(repr, values))[:5]} in "
-        f"{label!r}."
-    )
-
-
-def _check_labels(values: Any, classes: tuple[str, ...], where: str) -> None:
-    known = {*classes, *range(len(classes))}
-    wrong = sorted({repr(value) for value in values if value not in known})
-    if wrong:
-        raise DataError(
-            f"Expected labels of the {len(classes)} classes of the training split; found {', '.join(wrong[:5])} in "
-            f"{where}."
-        )
-
-
 def _check_classes(splits: Splits, config: DataSection) -> None:
     """Checks that a number means the same class in both splits, and that every evaluated class is trained."""
-    names = getattr(splits.eval.features[splits.label], "names", None)
+    if splits.problem_type == "regression" or isinstance(splits.label, tuple):
+        return
+    feature = splits.eval.features[splits.label]
+    names = getattr(getattr(feature, "feature", feature), "names", None)
     if names and tuple(names) != splits.classes:
         raise DataError(
             f"The splits {config.train!r} and {config.eval_name} of {config.name!r} number their classes differently: "
@@ -181,8 +199,8 @@ def _check_classes(splits: Splits, config: DataSection) -> None:
         )
     trained, evaluated = splits.seen(splits.train), splits.seen(splits.eval)
     lacking = [splits.classes[number] for number in sorted(evaluated - trained)]
-    if not lacking or ("[" in config.train and trained & evaluated):
-        # A small slice may miss a class.
+    if not lacking or splits.problem_type != SINGLE or ("[" in config.train and trained & evaluated):
+        # A small slice may miss a class, and any split a rare label.
         return
     sliced = (
         " A folder of images is sorted by class, and so are its slices: make train/ and test/ instead."
@@ -210,9 +228,9 @@ class Examples(Dataset[dict[str, Any]]):
     """
 
     def __init__(self, found: Any, splits: Splits, prepare: Callable[[Any], Any], seed: int, name: str):
-        self.found, self.column, self.label = found, splits.column, splits.label
+        self.found, self.column, self.label, self.separator = found, splits.column, splits.label, splits.separator
+        self.read = splits.reader()
         self.prepare, self.seed, self.name = prepare, seed, name
-        self.numbers = {name: number for number, name in enumerate(splits.classes)}
         self.key = "text" if splits.is_text else "image"
 
     def __len__(self) -> int:
@@ -230,8 +248,7 @@ class Examples(Dataset[dict[str, Any]]):
                 f"Cannot read {self.column!r} of example {number} of {self.name}"
                 f"{f' ({file})' if file else ''}: {type(error).__name__}: {error}. Repair or remove that example."
             ) from error
-        label = row[self.label]
-        return {self.key: made, "labels": self.numbers[label] if isinstance(label, str) else int(label)}
+        return {self.key: made, "labels": self.read(value_of(row, self.label, self.separator))}
 
 
 class Order(Sampler[Any]):

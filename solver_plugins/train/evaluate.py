@@ -2,20 +2,19 @@
 
 import math
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.nn import functional
 from tqdm.auto import tqdm
 
 from solver_plugins.blocks import blocks_of
 from solver_plugins.train.classification import logits_of
 from solver_plugins.train.errors import DataError
 from solver_plugins.train.launch import Alone
-from solver_plugins.train.metrics import Measures, measure
+from solver_plugins.train.problems import PROBLEMS, SINGLE, Found, Problem
 from solver_plugins.train.randomness import seeded
 
 
@@ -24,26 +23,41 @@ class Scores:
     """What an evaluation found.
 
     Attributes:
-        accuracy: Percentage of correct answers, averaged over the trials.
-        accuracy_std: Standard deviation over the trials; 0 for a single one.
-        loss: Mean cross entropy: the negative log-likelihood.
-        trials: How many there were.
+        loss: The mean loss: for a classifier the negative log-likelihood.
+        trials: How many passes there were.
         count: How many examples.
-        top5: See :class:`~solver_plugins.train.metrics.Measures`; from here on measures are those of the last trial.
-        macro_f1: See there.
-        ece: See there.
-        per_class: See there.
+        measures: The measures of the problem, by name: the first one is the mean over the trials, the others are those
+            of the last trial.
+        spread: The standard deviation of the first one over the trials; 0 for a single one.
+        per_class: A number for each class or target; see the problem's ``each``.
     """
 
-    accuracy: float
-    accuracy_std: float
     loss: float
     trials: int
     count: int
-    top5: float | None
-    macro_f1: float
-    ece: float
+    measures: dict[str, float | None]
+    spread: float
     per_class: list[float | None]
+
+    @property
+    def accuracy(self) -> float:
+        """The percentage of right answers of a classifier."""
+        value = self.measures["accuracy"]
+        assert value is not None
+        return value
+
+    @property
+    def accuracy_std(self) -> float:
+        """Its standard deviation over the trials."""
+        return self.spread
+
+    def flat(self) -> dict[str, Any]:
+        """Returns everything under its own name, as in ``result.json``."""
+        main = next(iter(self.measures))
+        return {
+            **self.measures, f"{main}_std": self.spread, "loss": self.loss, "trials": self.trials, "count": self.count,
+            "per_class": self.per_class,
+        }  # fmt: skip
 
 
 def samples_in_evaluation(model: nn.Module) -> bool:
@@ -61,6 +75,7 @@ def evaluate(
     dtype: torch.dtype,
     place: tuple[int | str, ...],
     trials: int,
+    problem: Problem = PROBLEMS[SINGLE],
 ) -> Scores:
     """Evaluates a model; its mode and the random state stay as they were.
 
@@ -71,12 +86,13 @@ def evaluate(
         dtype: The dtype of the inputs.
         place: Where in the run this is; it seeds the random numbers of a model that samples.
         trials: How often a model that samples in evaluation is evaluated; any other is evaluated once.
+        problem: What is predicted.
     """
     count = len(loader.dataset)
     trials = trials if samples_in_evaluation(model) else 1
     training = model.training
     model.eval()
-    found: list[tuple[Measures, float]] = []
+    found: list[tuple[Found, float]] = []
     bar = tqdm(
         total=trials * len(loader), desc="evaluate", unit="batch", leave=False,
         disable=None if accelerator.is_local_main_process else True,
@@ -84,38 +100,33 @@ def evaluate(
     try:
         for trial in range(trials):
             with seeded(*place, trial, accelerator.process_index, devices=True):
-                found.append(_pass(accelerator, model, loader, dtype, count, bar))
+                found.append(_pass(accelerator, model, loader, dtype, problem, bar))
     finally:
         bar.close()
         model.train(training)
-    accuracies = [measures.accuracy for measures, _ in found]
-    spread = statistics.stdev(accuracies) if trials > 1 else 0.0
-    last = asdict(found[-1][0]) | {"accuracy": statistics.fmean(accuracies)}
-    return Scores(
-        accuracy_std=spread, loss=statistics.fmean(loss for _, loss in found), trials=trials, count=count, **last
-    )
+    values = [measures[problem.main] for (measures, _), _ in found]
+    known = [value for value in values if value is not None]
+    spread = statistics.stdev(known) if len(known) > 1 else 0.0
+    last, per_class = found[-1][0]
+    main = {problem.main: statistics.fmean(known) if known else None}
+    loss = statistics.fmean(one for _, one in found)
+    return Scores(loss, trials, count, {**last, **main}, spread, per_class)
 
 
 def _pass(
-    accelerator: Accelerator | Alone, model: nn.Module, loader: Any, dtype: torch.dtype, count: int, bar: Any
-) -> tuple[Measures, float]:
+    accelerator: Accelerator | Alone, model: nn.Module, loader: Any, dtype: torch.dtype, problem: Problem, bar: Any
+) -> tuple[Found, float]:
     parts: list[list[Tensor]] = []
-    classes = 0
+    names, count = 0, len(loader.dataset)
     for batch in loader:
         with accelerator.autocast():
-            logits = logits_of(model, batch, dtype)
-        labels, classes = batch["labels"], logits.shape[-1]
-        confidence, answers = logits.softmax(-1).max(-1)
-        likeliest = logits.topk(min(5, classes)).indices
-        told = (
-            labels, answers, confidence, (likeliest == labels[:, None]).any(-1),
-            functional.cross_entropy(logits, labels, reduction="none"),
-        )  # fmt: skip
+            outputs = logits_of(model, batch, dtype)
+        names = outputs.shape[-1]
         # This also drops the examples that pad the last batch of several processes.
-        parts.append([part.cpu() for part in accelerator.gather_for_metrics(told)])
+        told = accelerator.gather_for_metrics(problem.told(outputs, batch["labels"]))
+        parts.append([part.cpu() for part in told])
         bar.update()
-    labels, answers, confidence, in_top5, losses = (torch.cat(column) for column in zip(*parts, strict=True))
-    if len(labels) != count:
-        raise DataError(f"Expected {count} examples in the evaluation; {len(labels)} came back from the processes.")
-    measures = measure(labels.numpy(), answers.numpy(), confidence.double().numpy(), in_top5.numpy(), classes)
-    return measures, math.fsum(losses.double().tolist()) / count
+    *told, losses = (torch.cat(column) for column in zip(*parts, strict=True))
+    if len(losses) != count:
+        raise DataError(f"Expected {count} examples in the evaluation; {len(losses)} came back from the processes.")
+    return problem.measure(told, names), math.fsum(losses.double().tolist()) / count

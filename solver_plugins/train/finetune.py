@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +149,8 @@ class FinetunedArm:
         self.skeleton = skeleton_of(model, accelerator)
         self.solving = bool(blocks_of(model))
         self.ema = self._average(model)
-        self.best = BestWeights(config.best, folder / outputs.BEST, accelerator)
+        self.problem = splits.problem
+        self.best = BestWeights(config.best, folder / outputs.BEST, accelerator, splits.problem, len(splits.classes))
         train, self.evaluation = accelerator.prepare(loaders.train, loaders.eval)
         batches = Loaders(train, loaders.order, self.evaluation)
         self.notes = splits.notes()
@@ -164,6 +164,7 @@ class FinetunedArm:
         objective = Classification(
             accelerator, self.dtype, config.label_smoothing, mixup, additions.penalty,
             None if config.class_weights is None else splits.weights(config.class_weights).to(accelerator.device),
+            splits.problem,
         )  # fmt: skip
         self.classes = list(splits.classes)
         self.checkpoints = Checkpoints(folder / outputs.CHECKPOINTS, config.checkpoints.keep, accelerator)
@@ -243,7 +244,8 @@ class FinetunedArm:
         weights = None if self.skeleton is None else accelerator.get_state_dict(self.loop.model)
         parameters = export_model(self.config, accelerator, self.skeleton or model, weights, place)
         result = {
-            **asdict(scores),
+            **scores.flat(),
+            "problem_type": self.problem.name,
             "train_loss": progress.rows[-1]["train_loss"],
             "epochs": self.config.epochs,
             "epoch": best_epoch or progress.epoch,
@@ -294,10 +296,7 @@ class FinetunedArm:
             "step": progress.step,
             "train_loss": progress.epoch_loss,
             "eval_loss": scores.loss,
-            "eval_accuracy": scores.accuracy,
-            "eval_top5": scores.top5,
-            "eval_macro_f1": scores.macro_f1,
-            "eval_ece": scores.ece,
+            **{f"eval_{key}": value for key, value in scores.measures.items()},
             "lr": loop.optimizer.param_groups[0]["lr"],
             "seconds": round(progress.seconds, 3),
         }
@@ -311,7 +310,7 @@ class FinetunedArm:
         )
         self._say(
             f"{self.name} epoch {progress.epoch}/{epochs}: train loss {row['train_loss']:.4f}, "
-            f"eval loss {scores.loss:.4f}, accuracy {scores.accuracy:.2f}%"
+            f"eval loss {scores.loss:.4f}, {self.problem.told_as(self.problem.main, scores.measures)}"
         )
         if self.best.look(loop.model if self.ema is None else self.ema.module, progress.rows):
             progress.stopped = True
@@ -327,7 +326,7 @@ class FinetunedArm:
         """Evaluates the model, or the average of its weights if there is one."""
         model = self.loop.model if self.ema is None else self.ema.module
         place = (self.config.seed, "evaluation", moment)
-        return evaluate(self.accelerator, model, self.evaluation, self.dtype, place, trials)
+        return evaluate(self.accelerator, model, self.evaluation, self.dtype, place, trials, self.problem)
 
     def _write_rows(self) -> None:
         if self.accelerator.is_main_process:

@@ -11,9 +11,45 @@ from solver_plugins.train.errors import DataError, summary_of
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff")
 """What names of images end in."""
+FILE_NAMES = ("file_name", "filename", "file", "path")
+"""What a column of names of image files is called."""
 _MOST_NAMED = 5
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 """What stands at the end of a file of this format that was written to its end."""
+
+
+def opened(found: Any, column: str, name: str) -> Any:
+    """Returns a split whose column of names of files, if it is one, holds the images.
+
+    Args:
+        found: The split.
+        column: The column of images, or of texts that name files.
+        name: The data set: a file or folder, from whose folder the names start.
+
+    Raises:
+        DataError: If the column holds neither, or a file is not there.
+    """
+    import datasets
+
+    feature = found.features[column]
+    if isinstance(feature, datasets.Image):
+        return found
+    if getattr(feature, "dtype", None) != "string":
+        raise DataError(f"Expected images, or names of their files, in the column {column!r}; found {feature}.")
+    place = Path(name).expanduser()
+    root = place if place.is_dir() else place.parent
+    files = [root / str(one) for one in found[column]]
+    lacking = [str(file) for file in files if not file.is_file()]
+    if lacking:
+        raise DataError(
+            f"Expected the column {column!r} to name files of images, from {str(root)!r} on; {len(lacking)} of "
+            f"{len(files)} are not there, such as {lacking[0]!r}. Texts to "
+            "classify are named with data.text."
+        )
+    column_of_files = datasets.Dataset.from_dict({column: [str(file) for file in files]}).cast_column(
+        column, datasets.Image()
+    )
+    return datasets.concatenate_datasets([found.remove_columns(column), column_of_files], axis=1)
 
 
 def files_of(found: Any, column: str) -> list[str]:

@@ -60,3 +60,18 @@ def measure(
         ece=100 * float(numpy.abs(gaps).sum()) / len(labels),
         per_class=[100 * float(hit) / int(count) if count else None for hit, count in zip(hits, there, strict=True)],
     )
+
+
+def average_precision(scores: NDArray[numpy.float64], truth: NDArray[numpy.bool_]) -> float | None:
+    """Returns the mean precision over the right examples, each at the threshold of its own score; None without one."""
+    if not truth.any():
+        return None
+    if not numpy.isfinite(scores).all():
+        # A network that has diverged.
+        return float("nan")
+    order = numpy.argsort(-scores, kind="stable")
+    hits = numpy.cumsum(truth[order])
+    # Examples of the same score are above the threshold together.
+    ends = numpy.append(numpy.flatnonzero(numpy.diff(scores[order])), len(scores) - 1)
+    found = hits[ends]
+    return float((numpy.diff(found, prepend=0) * found / (ends + 1)).sum() / truth.sum())

@@ -13,6 +13,7 @@ from solver_plugins.integrations.weights import load_in_order, read_weights
 from solver_plugins.train.config import FinetuneConfig, HeadSection, ModelSection
 from solver_plugins.train.data import Splits
 from solver_plugins.train.errors import summary_of
+from solver_plugins.train.problems import SINGLE
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -118,10 +119,12 @@ def _transformers(section: ModelSection, args: dict[str, Any], splits: Splits) -
     source = str(place) if place.is_dir() else section.spec.removeprefix("hf/")
     auto: Any = AutoModelForSequenceClassification if splits.is_text else AutoModelForImageClassification
     names = dict(enumerate(splits.classes))
+    # A classifier of single labels is what transformers takes for granted.
+    kind = {} if splits.problem_type == SINGLE else {"problem_type": splits.problem_type}
     local = any(place.glob("*.safetensors")) or any(place.glob("pytorch_model*.bin"))
     try:
         settings = AutoConfig.from_pretrained(
-            source, id2label=names, label2id={name: number for number, name in names.items()}, **args
+            source, id2label=names, label2id={name: number for number, name in names.items()}, **kind, **args
         )
         unknown = [key for key in args if key not in settings.to_dict()]
         if unknown:

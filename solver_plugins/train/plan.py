@@ -1,6 +1,7 @@
 """The dry run: what a run will do, before anything is trained or written."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -9,13 +10,15 @@ from solver_plugins.surgery import Report, inspect_model, speaking
 from solver_plugins.train.adapters import Adapters
 from solver_plugins.train.additions import Additions
 from solver_plugins.train.arms import arms_of, make_arm
+from solver_plugins.train.best import BestWeights
 from solver_plugins.train.config import FinetuneConfig
-from solver_plugins.train.data import load_splits
+from solver_plugins.train.data import Splits, load_splits
 from solver_plugins.train.finetune import train_settings
 from solver_plugins.train.launch import end_processes, make_accelerator
 from solver_plugins.train.optimizer import make_optimizer, make_schedule
 from solver_plugins.train.outputs import check_output
 from solver_plugins.train.preparation import image_settings
+from solver_plugins.train.problems import SINGLE
 from solver_plugins.train.trainable import Trainable
 
 
@@ -42,6 +45,7 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         splits = load_splits(config.data)
         # A run there may still be continued or replaced.
         check_output(config, resume=False, overwrite=True)
+        BestWeights(config.best, Path(config.output), accelerator, splits.problem, len(splits.classes))
         reports: list[Report] = []
 
         def inspect(model: nn.Module, example: Any) -> None:
@@ -68,7 +72,7 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         )
         lines = [
             f"data: {config.data.name}: {len(splits.train)} examples to train on, {len(splits.eval)} to evaluate on, "
-            f"{len(splits.classes)} classes{size}",
+            f"{_outputs(splits)}{size}",
             *(f"note: {note}" for note in splits.notes()),
             f"model: {config.model.spec} ({type(model).__name__}), {parameters:,} parameters, {config.model.dtype}",
             f"runs: {', '.join(arms_of(config))}",
@@ -85,6 +89,14 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
         return RunPlan(config, tuple(lines), reports[0] if reports else None)
     finally:
         end_processes(accelerator)
+
+
+def _outputs(splits: Splits) -> str:
+    """Returns what the model answers with, in words."""
+    count = len(splits.classes)
+    if splits.problem_type == "regression":
+        return f"regression of {', '.join(splits.classes[:5])}{', ...' if count > 5 else ''}"
+    return f"{count} classes" + (", several at once" if splits.problem_type != SINGLE else "")
 
 
 def _cost(report: Report, examples: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Answers of a saved classifier: images and texts are prepared as they were for its evaluation."""
+"""Answers of a saved model: images and texts are prepared as they were for its evaluation."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,35 +19,42 @@ from solver_plugins.train.errors import DataError, summary_of
 from solver_plugins.train.images import SUFFIXES
 from solver_plugins.train.outputs import BASE
 from solver_plugins.train.preparation import Tokens, collate_images, evaluation_transform, processor_settings
+from solver_plugins.train.problems import PROBLEMS, SINGLE
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a classifier says of one image or text.
+    """What a model says of one image or text.
 
     Attributes:
         source: The file of the image, or the text.
-        label: The likeliest class.
-        probability: Its probability.
-        likeliest: The likeliest classes with their probabilities, the first one included.
+        label: The likeliest class; None for a regression.
+        probability: Its probability; None for a regression.
+        likeliest: The likeliest classes with their probabilities, the first one included; with several labels at once
+            all those that are more likely than not. For a regression each target with its number.
     """
 
     source: str
-    label: str
-    probability: float
+    label: str | None
+    probability: float | None
     likeliest: tuple[tuple[str, float], ...]
 
 
 def predict(
-    folder: str | os.PathLike[str], inputs: str | Path | Iterable[str | Path], *, top: int = 1, batch_size: int = 32
+    folder: str | os.PathLike[str],
+    inputs: str | Path | Iterable[str | Path],
+    *,
+    top: int | None = None,
+    batch_size: int = 32,
 ) -> list[Prediction]:
-    """Returns what a saved classifier says of images or texts.
+    """Returns what a saved model says of images or texts.
 
     Args:
         folder: Where :func:`~solver_plugins.save`, or a finetune, has put the model; or the folder ``adapter`` of a
             finetune, beside its ``base``.
         inputs: Files of images, folders of them, or for a text model texts.
-        top: How many of the likeliest classes are named.
+        top: How many of the likeliest classes are named; by default one, or with several labels at once all those
+            that are more likely than not.
         batch_size: How many inputs are computed at once.
 
     Raises:
@@ -55,13 +62,13 @@ def predict(
         DataError: If an image cannot be read, or the folder does not say how inputs are prepared.
     """
     given = [inputs] if isinstance(inputs, (str, Path)) else list(inputs)
-    if top < 1 or batch_size < 1:
+    if (top is not None and top < 1) or batch_size < 1:
         raise DataError(f"Expected top and batch_size of at least 1; found {top} and {batch_size}.")
     place = Path(folder).expanduser()
     adapted = (place / "adapter_config.json").is_file()
     model: Any = load_adapted(place) if adapted else load(folder).eval()
     folder = place.parent / BASE if adapted else folder
-    labels = _labels(model)
+    labels, kind = _labels(model), _problem(model)
     is_text = hasattr(model, "config") and getattr(model, "main_input_name", "pixel_values") == "input_ids"
     sources = [str(one) for one in given] if is_text else [str(file) for one in given for file in _images(Path(one))]
     batch_of = _texts(folder) if is_text else _opened(folder, model)
@@ -70,11 +77,29 @@ def predict(
     with torch.no_grad():
         for part in _parts(sources, batch_size):
             batch = {key: value.to(weight.device) for key, value in batch_of(part).items()}
-            shares, classes = logits_of(model, batch, weight.dtype).softmax(-1).topk(min(top, len(labels)))
-            for source, own, numbers in zip(part, shares.tolist(), classes.tolist(), strict=True):
-                likeliest = tuple((labels[number], share) for number, share in zip(numbers, own, strict=True))
-                found.append(Prediction(source, *likeliest[0], likeliest))
+            outputs = logits_of(model, batch, weight.dtype)
+            if kind == "regression":
+                found += [
+                    Prediction(source, None, None, tuple(zip(labels, row, strict=True)))
+                    for source, row in zip(part, outputs.tolist(), strict=True)
+                ]
+                continue
+            shares = outputs.softmax(-1) if kind == SINGLE else outputs.sigmoid()
+            order = shares.sort(-1, descending=True)
+            for source, own, numbers in zip(part, order.values.tolist(), order.indices.tolist(), strict=True):
+                named = [(labels[number], share) for number, share in zip(numbers, own, strict=True)]
+                count = top or (1 if kind == SINGLE else sum(share >= 0.5 for share in own))
+                found.append(Prediction(source, *named[0], tuple(named[:count])))
     return found
+
+
+def _problem(model: Any) -> str:
+    """Returns what a saved model predicts: what its config says, or one class of several."""
+    if hasattr(model, "config"):
+        return model.config.problem_type or SINGLE
+    notes = getattr(model, "pretrained_cfg", {}).get("notes") or ()
+    told = next((note.partition("=")[2] for note in notes if str(note).startswith("problem_type=")), SINGLE)
+    return told if told in PROBLEMS else SINGLE
 
 
 def _labels(model: Any) -> Sequence[str]:

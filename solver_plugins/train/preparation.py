@@ -12,6 +12,7 @@ from solver_plugins.errors import OptionError
 from solver_plugins.integrations.preprocessing import load_tokenizer
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.errors import DataError, summary_of
+from solver_plugins.train.problems import SINGLE
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}
 
@@ -111,7 +112,7 @@ def image_settings(config: FinetuneConfig, model: Any) -> dict[str, Any]:
     return {**known, "input_size": (channels, *size)}
 
 
-def remember_data(config: FinetuneConfig, model: Any, classes: tuple[str, ...]) -> None:
+def remember_data(config: FinetuneConfig, model: Any, classes: tuple[str, ...], problem: str = SINGLE) -> None:
     """Records in a timm model how images are prepared and what the classes are called, for its export."""
     known = getattr(model, "pretrained_cfg", None)
     if not isinstance(known, dict):
@@ -119,7 +120,11 @@ def remember_data(config: FinetuneConfig, model: Any, classes: tuple[str, ...]) 
     kept = {key: value for key, value in known.items() if not key.startswith("test_") and key != "label_descriptions"}
     settings = image_settings(config, model)
     told = {key: settings[key] for key in ("input_size", "mean", "std", "interpolation", "crop_pct")}
-    model.pretrained_cfg = {**kept, **told, "num_classes": len(classes), "label_names": list(classes)}
+    made = {**kept, **told, "num_classes": len(classes), "label_names": list(classes)}
+    if problem != SINGLE:
+        # timm's configs have no field for it.
+        made["notes"] = [f"problem_type={problem}"]
+    model.pretrained_cfg = made
 
 
 def _processor(config: FinetuneConfig) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from pydantic import Field
 
 from solver_plugins.config import StrictConfig
 
+Metric = Literal["loss", "accuracy", "top5", "macro_f1", "ece", "map", "micro_f1", "exact", "rmse", "mae", "r2"]
+
 
 class AugmentationSection(StrictConfig):
     """The arguments of timm's ``create_transform`` for training."""
@@ -62,13 +64,10 @@ class CheckpointSection(StrictConfig):
 class BestSection(StrictConfig):
     """Which epoch's weights are kept: those that are best on the evaluated split, which then flatters them a little."""
 
-    metric: Literal["accuracy", "loss", "top5", "macro_f1", "ece"] = Field("accuracy", description="What is compared.")
+    metric: Metric | None = Field(
+        None, description="What is compared: 'loss' or a measure; accuracy, map or rmse by default."
+    )
     patience: int | None = Field(None, ge=1, description="Stop after this many epochs without a better one.")
-
-    @property
-    def sign(self) -> int:
-        """What makes larger numbers better."""
-        return -1 if self.metric in ("loss", "ece") else 1
 
 
 class PeftSection(StrictConfig):

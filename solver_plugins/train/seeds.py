@@ -10,12 +10,18 @@ from typing import Any
 from rich.table import Table
 
 from solver_plugins.train import outputs
-from solver_plugins.train.comparison import STYLE
+from solver_plugins.train.comparison import STYLE, problem_of
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.finetune import finetune
 from solver_plugins.train.launch import first_process
 
-SHOWN = {"accuracy": "accuracy (%)", "macro_f1": "macro F1", "ece": "ECE", "loss": "eval loss", "seconds": "seconds"}
+
+def measures_of(models: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Returns what is compared over the seeds, and what tables call it, from the results of one seed."""
+    found = problem_of(models).headings
+    first = next(iter(models.values()))
+    kept = {key: heading for key, heading in found.items() if key != "top5" and first.get(key) is not None}
+    return {**kept, "loss": "eval loss", "seconds": "seconds"}
 
 
 def finetune_seeds(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -56,17 +62,17 @@ def finetune_seeds(config: FinetuneConfig, *, resume: bool = False, overwrite: b
 def summary_of(runs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, dict[str, tuple[float, float]]]:
     """Returns mean and standard deviation over the seeds, for each model and measure."""
     models = next(iter(runs.values()))
-    return {
-        name: {key: _mean_and_spread([run[name][key] for run in runs.values()]) for key in SHOWN} for name in models
-    }
+    keys = measures_of(models)
+    return {name: {key: _mean_and_spread([run[name][key] for run in runs.values()]) for key in keys} for name in models}
 
 
 def differences_of(runs: dict[str, dict[str, dict[str, Any]]]) -> dict[str, tuple[float, float]]:
     """Returns solver minus baseline, paired by seed, with the standard error of the mean; empty without a baseline."""
-    if "baseline" not in next(iter(runs.values())):
+    models = next(iter(runs.values()))
+    if "baseline" not in models:
         return {}
     made = {}
-    for key in SHOWN:
+    for key in measures_of(models):
         mean, spread = _mean_and_spread([run["solver"][key] - run["baseline"][key] for run in runs.values()])
         made[key] = (mean, spread / math.sqrt(len(runs)))
     return made
@@ -79,7 +85,7 @@ def _mean_and_spread(values: list[float]) -> tuple[float, float]:
 def rows_of(results: dict[str, Any]) -> list[tuple[str, ...]]:
     """Returns the cells of the table: a row for each model, then the paired difference."""
     rows = [
-        (name, *(f"{one[key][0]:.2f} ± {one[key][1]:.2f}" for key in SHOWN)) for name, one in results["summary"].items()
+        (name, *(f"{one[key][0]:.2f} ± {one[key][1]:.2f}" for key in one)) for name, one in results["summary"].items()
     ]
     if results["differences"]:
         cells = (f"{mean:+.2f} ± {error:.2f}" for mean, error in results["differences"].values())
@@ -90,7 +96,7 @@ def rows_of(results: dict[str, Any]) -> list[tuple[str, ...]]:
 def seeds_table(config: FinetuneConfig, results: dict[str, Any]) -> Table:
     """Returns the comparison over all seeds for a terminal."""
     made = Table(title=f"{config.model.spec} on {config.data.name}: {len(results['seeds'])} seeds, mean ± deviation")
-    for heading in ("model", *SHOWN.values()):
+    for heading in ("model", *measures_of(next(iter(results["seeds"].values()))).values()):
         made.add_column(heading, justify="left" if heading == "model" else "right")
     for cells in rows_of(results):
         made.add_row(*cells)
@@ -99,7 +105,8 @@ def seeds_table(config: FinetuneConfig, results: dict[str, Any]) -> Table:
 
 def _report(config: FinetuneConfig, results: dict[str, Any]) -> str:
     title = html.escape(f"{config.model.spec} on {config.data.name}")
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in ("model", *SHOWN.values()))
+    first = next(iter(results["seeds"].values()))
+    head = "".join(f"<th>{html.escape(text)}</th>" for text in ("model", *measures_of(first).values()))
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows_of(results)
     )

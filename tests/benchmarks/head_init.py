@@ -1,6 +1,6 @@
 """How a new classifier on pretrained weights should be drawn: ``model.head_init`` compared, by short finetunes.
 
-    python -m tests.benchmarks.head_init FOLDER [--images 1500] [--epochs 2] [--rates 5e-4 2e-3]
+    python -m tests.benchmarks.head_init FOLDER [--images 1000] [--epochs 2] [--rates 5e-4 2e-3]
 
 EfficientNet-Lite0 with its ImageNet weights on images of CIFAR-10 at 64 pixels, three seeds, three ways to draw the
 classifier at each learning rate; weights and images are fetched into FOLDER, and finished runs there are kept. Prints
@@ -32,7 +32,7 @@ def config_of(folder: Path, images: int, epochs: int, rate: float, way: str) -> 
                 "head_init": way,
             },
             "solver": None,
-            "data": {"name": str(data), "train": f"train[:{images}]", "eval": "test[:2000]", "image_size": 64},
+            "data": {"name": str(data), "train": f"train[:{images}]", "eval": "test[:1000]", "image_size": 64},
             "optimizer": {"lr": rate, "clip": 1.0},
             "schedule": {"sched": "cosine"},
             "augmentation": {"hflip": 0.5},
@@ -61,7 +61,7 @@ def main() -> None:
     """Runs the comparison and prints its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--images", type=int, default=1500)
+    parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rates", type=float, nargs="+", default=[5e-4, 2e-3])
     given = parser.parse_args()
@@ -71,7 +71,7 @@ def main() -> None:
             config = config_of(given.folder.resolve(), given.images, given.epochs, rate, way)
             runs: dict[str, Any] = finetune_seeds(config, resume=True)["seeds"]
             found.setdefault(rate, {})[way] = [runs[str(seed)]["plain"]["accuracy"] for seed in SEEDS]
-    print(f"{given.images} images, {given.epochs} epochs, accuracy (%) on 2000 others, {len(SEEDS)} seeds\n")
+    print(f"{given.images} images, {given.epochs} epochs, accuracy (%) on 1000 others, {len(SEEDS)} seeds\n")
     print(table(found))
 
 

@@ -72,7 +72,7 @@ def test_best_compares_as_its_metric_says():
     def best(metric):
         return BestWeights(BestSection(metric=metric), None, SimpleNamespace(distributed_type="NO")).epoch(rows)
 
-    assert (best("accuracy"), best("ece")) == (2, 1)
+    assert (best("accuracy"), best("ece"), best(None)) == (2, 1, 2)
     with pytest.raises(OptionError, match="top5"):
         best("top5")
 
@@ -118,13 +118,13 @@ def test_a_share_of_the_training_split_is_evaluated():
     from solver_plugins.train.data import _divided
 
     found = datasets.Dataset.from_dict({**rows, "number": list(range(50))})
-    train, held = _divided(found, "label", 0.2)
+    train, held = _divided(found, found["label"], 0.2)
     assert sorted(held["label"]) == [0] * 8 + [1] * 2 and not set(train["number"]) & set(held["number"])
-    assert len(train) == 40 and held["number"] == _divided(found, "label", 0.2)[1]["number"]
+    assert len(train) == 40 and held["number"] == _divided(found, found["label"], 0.2)[1]["number"]
     splits = load_splits(DataSection(eval=0.1))
     assert len(splits.eval) + len(splits.train) == 1437
     with pytest.raises(DataError, match="single example"):
-        _divided(found.select([0, 45]), "label", 0.5)
+        _divided(found.select([0, 45]), [0, 1], 0.5)
     with pytest.raises(OptionError, match="less than 1"):
         DataSection.parse({"eval": 1.5})
 
