@@ -14,6 +14,7 @@ from solver_plugins.train.config import DataSection, ModelSection
 from solver_plugins.train.data import Splits, load_splits
 from solver_plugins.train.errors import DataError
 from solver_plugins.train.models import build_timm
+from solver_plugins.train.problems import SINGLE
 from solver_plugins.train.tensors import Part
 
 
@@ -74,8 +75,10 @@ def _part(found: Any, splits: Splits, mode: str, name: str) -> Part:
         )
     pixels = torch.from_numpy(numpy.stack(arrays))
     pixels = pixels[:, None] if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
-    numbers = {text: number for number, text in enumerate(splits.classes)}
-    labels = [numbers[label] if isinstance(label, str) else int(label) for label in found[splits.label]]
+    if splits.problem_type != SINGLE:
+        raise DataError(f"Expected one class of several for each image; the labels pose a {splits.problem_type}.")
+    read = splits.reader()
+    labels = [read(label) for label in splits.values(found)]
     return Part(pixels.contiguous().float() / 255, torch.tensor(labels))
 
 
