@@ -58,6 +58,11 @@ class Adapters:
         kinds: Any = peft.PEFT_TYPE_TO_CONFIG_MAPPING
         made = _config(section, self.saved, kinds[section.name.upper()])
         before = {name for name, _ in model.named_modules()}
+        for name in self.saved:
+            # PEFT passes over a name that means nothing.
+            if not any(one == name or one.endswith(f".{name}") for one in before):
+                ends = {one.rpartition(".")[2] for one in before} - {""}
+                raise OptionError(f"peft.modules_to_save: there is no module {name!r}.{did_you_mean(name, ends)}")
         try:
             # In the same way in each process and each model of the run, whatever was drawn before.
             with warnings.catch_warnings(), seeded(config.seed, "adapters"):
@@ -66,7 +71,7 @@ class Adapters:
                 self.wrapped: Any = peft.get_peft_model(model, made)
         except (ValueError, TypeError, KeyError, AttributeError, NotImplementedError) as error:
             raise OptionError(f"PEFT cannot put {section.name} on this {type(model).__name__}: {summary_of(error)}"
-                              f"{_near(section, before)}") from None  # fmt: skip
+                              f"{_near(section, before) if 'arget' in str(error) else ''}") from None  # fmt: skip
         weight = next(model.parameters())
         self.wrapped.to(weight.dtype)
         self.model = model

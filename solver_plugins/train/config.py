@@ -243,6 +243,8 @@ class FinetuneConfig(StrictConfig):
         "calibrate": "It is part of 'solver': solver.calibrate=4 looks at four batches.",
         "lr": "It is part of 'optimizer'.",
         "dataset": "It is called 'data'.",
+        "lora": "Adapters have the section 'peft': peft={target_modules: [...], r: 8}.",
+        "problem_type": "It is part of 'data'.",
         "optimiser": "It is spelled 'optimizer'.",
     }
 

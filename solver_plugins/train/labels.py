@@ -83,22 +83,20 @@ def names_of(found: Any, label: Label, problem: ProblemType, values: Sequence[An
             raise DataError(f"Expected as many numbers in {label!r} of every example; found {sorted(width)[:5]}.")
         count = width.pop()
         return (label,) if count == 1 else tuple(f"{label}[{place}]" for place in range(count))
+    several = problem == "multi_label_classification"
+    if several and any(not isinstance(value, (list, tuple)) for value in values):
+        raise DataError(
+            f"Expected lists of labels in {label!r} for {problem}; found {values[0]!r}. A text that names several "
+            "is read with data.separator, columns of 0 and 1 with data.label=[...]."
+        )
     feature = found.features[label]
     inner = getattr(feature, "feature", feature[0] if isinstance(feature, list) else None)
     names = getattr(feature if inner is None else inner, "names", None)
     if names:
         return tuple(names)
-    if problem == "single_label_classification":
-        kinds = list(dict.fromkeys(values))
-    else:
-        if any(not isinstance(value, (list, tuple)) for value in values):
-            raise DataError(
-                f"Expected lists of labels in {label!r} for {problem}; found {values[0]!r}. A text that names several "
-                "is read with data.separator, columns of 0 and 1 with data.label=[...]."
-            )
-        if any(map(_is_hot, values)):
-            return tuple(str(place) for place in range(max(map(len, values))))
-        kinds = list(dict.fromkeys(one for value in values for one in value))
+    if several and any(map(_is_hot, values)):
+        return tuple(str(place) for place in range(max(map(len, values))))
+    kinds = list(dict.fromkeys(one for value in values for one in (value if several else [value])))
     if kinds and all(isinstance(one, str) for one in kinds):
         return tuple(sorted(kinds))
     if kinds and all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in kinds):
