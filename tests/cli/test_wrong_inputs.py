@@ -60,7 +60,7 @@ CHANGES = {
     "peft={target_modules: [qkv], modules_to_save: [haed]}": "Did you mean 'head'",
     "peft={target_modules: [qkv], feedforward_modules: [qkv]}": "no option 'feedforward_modules'",
     "peft={target_modules: [qkv], task_type: SEQ_CLS}": "no option 'task_type'",
-    "peft={target_modules: [qkv], lora_dropout: much}": "peft",
+    "peft={target_modules: [qkv], lora_dropout: much}": "PEFT cannot put lora",
     "peft={target_modules: [qkv]} head={hidden: 8}": "head does not go with peft",
     "peft={target_modules: [qkv]} regularizer={block_size: 2}": "regularizer does not go with peft",
     "peft={target_modules: [qkv]} proxprop={}": "proxprop does not go with peft",
