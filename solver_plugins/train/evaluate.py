@@ -51,6 +51,13 @@ class Scores:
         """Its standard deviation over the trials."""
         return self.spread
 
+    @property
+    def ece(self) -> float:
+        """The expected calibration error of a classifier, in percent."""
+        value = self.measures["ece"]
+        assert value is not None
+        return value
+
     def flat(self) -> dict[str, Any]:
         """Returns everything under its own name, as in ``result.json``."""
         main = next(iter(self.measures))
