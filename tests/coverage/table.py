@@ -70,6 +70,7 @@ def page(rows: Iterable[Result], versions: Mapping[str, str], date: str, first: 
         *_without(rows),
         *_failures(rows),
         *_foreign(rows),
+        *_silent(rows),
     ]
     return "\n".join(wrapped for line in parts for wrapped in _wrapped(line)).rstrip() + "\n"
 
@@ -246,6 +247,16 @@ def _failures(rows: Sequence[Result]) -> list[str]:
     ]
     table = _table(["model", "check", "reason"], lines, 3) if lines else ["None.", ""]
     return ["## Failures", "", *table]
+
+
+def _silent(rows: Sequence[Result]) -> list[str]:
+    lines = [
+        [row["name"], why.replace("|", "\\|")] for row in rows if (why := row.get("generates")) not in (None, "yes")
+    ]
+    if not lines:
+        return []
+    about = "The plain model's `generate` raises with these small configs; its forward pass was checked all the same."
+    return ["## Does not generate by itself", "", about, "", *_table(["model", "its error"], lines, 2)]
 
 
 def _foreign(rows: Sequence[Result]) -> list[str]:

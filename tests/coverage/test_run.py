@@ -33,11 +33,12 @@ def test_page_by_task():
         Row("transformers", "a", "x", passed=list(CHECKS), blocks={"linear": 2}, walk_seconds=0.1, generates="yes"),
         Row("transformers", "b", "x", foreign="ImportError: no natten", missing="built"),
         Row("transformers", "c", "x", foreign="ValueError: no bbox", missing="fed"),
-        Row("transformers", "d", "x", failures={"worker": "took more than 9 seconds"}),
+        Row("transformers", "d", "x", failures={"worker": "took more than 9 seconds"}, generates="KeyError: a | b"),
     ]
     text = table.page([row.to_dict() | {"tasks": ["causal lm"]} for row in rows], {}, "today")
     assert "Of the 3 classes whose packages are installed, 1 ran (33.3%)." in " ".join(text.split())
     lines = text.splitlines()
+    assert "| d | KeyError: a \\| b |" in lines
     why = "1 needs a package that is not installed, 1 no inputs, 1 too slow or large for this run"
     assert f"| causal lm | 4 | 2 | 1 | 1 | 1 | 1/1 | 1/1 | {why} |" in lines
 
