@@ -4,13 +4,12 @@ from abc import abstractmethod
 from collections import OrderedDict
 from typing import Any, TypeVar
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
+from torch import nn
 
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.studies.comparison import accuracies, differences, search_tables
-from solver_plugins.studies.controls import GAIN, TUNED, untuned
+from solver_plugins.studies.controls import GAIN, TUNED, Gains, put_before, untuned
 from solver_plugins.studies.images import is_pretrained, prepared
 from solver_plugins.studies.searched import SearchedConfig, SearchedStudy
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value
@@ -26,18 +25,6 @@ class ClassifierConfig(SearchedConfig):
 
 
 C = TypeVar("C", bound=ClassifierConfig)
-
-
-class Gains(nn.Module):
-    """Features times trained gains, which begin at one."""
-
-    def __init__(self, features: int):
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(features))
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Returns the features times the gains."""
-        return input * self.gain
 
 
 class ClassifierStudy(SearchedStudy[C]):
@@ -97,15 +84,10 @@ class ClassifierStudy(SearchedStudy[C]):
         """Returns the classifier of what is trained."""
         return model.classifier if self.frozen() else model.get_classifier()
 
-    def put_before(self, model: Any, layer: nn.Module) -> None:
-        """Puts a layer in front of the classifier of what is trained."""
-        last = self.classifier_of(model)
-        name = next(name for name, one in model.named_modules() if one is last)
-        model.set_submodule(name, nn.Sequential(layer, last).to(next(last.parameters()).device))
-
     def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part], p: Any = None) -> dict[str, Any]:
         if cell.arm == GAIN:
-            self.put_before(model, Gains(self.classifier_of(model).in_features))
+            last = self.classifier_of(model)
+            put_before(model, last, Gains(last.in_features))
         return {}
 
     def title(self) -> str:

@@ -37,6 +37,24 @@ class Gained(nn.Module):
         return found
 
 
+class Gains(nn.Module):
+    """Features times trained gains, which begin at one."""
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(features))
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns the features times the gains."""
+        return input * self.gain
+
+
+def put_before(model: nn.Module, last: nn.Module, layer: nn.Module) -> None:
+    """Puts a layer in front of one of a model's."""
+    name = next(name for name, one in model.named_modules() if one is last)
+    model.set_submodule(name, nn.Sequential(layer, last).to(next(last.parameters()).device))
+
+
 def untuned(arm: str) -> str:
     """Returns the name of an arm without what says that its rate is searched."""
     return arm.removesuffix(TUNED)

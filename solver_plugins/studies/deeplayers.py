@@ -98,12 +98,16 @@ class DeepLayersTable(SearchedStudy[C]):
         config: Any = self.config
         return [config.beside]
 
+    def tunable(self) -> tuple[str, ...]:
+        """Lists the arms whose rate may be searched."""
+        return (*self.arms(), *SIMPLE)
+
     def rate(self, group: Value) -> float:
         """Returns the rate of the dropouts that solvers take the place of."""
         return 0.0
 
     def compared(self) -> tuple[str, ...]:
-        known = (*self.simple, *(f"{arm}{TUNED}" for arm in (*self.arms(), *SIMPLE)))
+        known = (*self.simple, *(f"{arm}{TUNED}" for arm in self.tunable()))
         for control in self.config.controls:
             if control not in known:
                 raise OptionError(f"Unknown control {control!r}.{did_you_mean(control, known)}")

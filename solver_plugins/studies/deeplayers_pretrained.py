@@ -12,7 +12,7 @@ from solver_plugins.blocks import blocks_of, calibrate
 from solver_plugins.config import StrictConfig
 from solver_plugins.solve.problem import Formulation
 from solver_plugins.studies.comparison import FIRST, Row, better, differences, pairs, search_tables
-from solver_plugins.studies.controls import Sites
+from solver_plugins.studies.controls import Sites, put_before
 from solver_plugins.studies.deeplayers import REFERENCE, DeepLayersTable, TableConfig, samples
 from solver_plugins.studies.figures import COLOURS, label, nan_for_none, new_figure
 from solver_plugins.studies.images import build_backbone, is_pretrained, prepared
@@ -127,6 +127,15 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
                 model = self._solved(self.make(group), group, self.arms()[1], self._images.train.images[:1])
             self._sites = dict.fromkeys(blocks_of(model))
         return self._sites
+
+    def tunable(self) -> tuple[str, ...]:
+        # Blocks without a dropout have no rate.
+        return (PLAIN,)
+
+    def _solved(self, model: Any, group: Value, arm: str, example: Tensor, p: float | None = None) -> nn.Module:
+        if p is not None:
+            put_before(model, model.get_classifier(), nn.Dropout(p))
+        return super()._solved(model, group, arm, example)
 
     def _convert(self, cell: Cell, model: nn.Module, parts: dict[str, Part], p: Any = None) -> dict[str, Any]:
         compared = cell["stage"] == FINAL

@@ -11,7 +11,7 @@ from solver_plugins.equilibrium import HeadConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.heads import attach_opteq_head
 from solver_plugins.studies.classifiers import ClassifierConfig, ClassifierStudy
-from solver_plugins.studies.controls import untuned
+from solver_plugins.studies.controls import put_before, untuned
 from solver_plugins.studies.images import build_backbone
 from solver_plugins.studies.opteq_alpha import REFERENCE
 from solver_plugins.studies.study import Cell, Context, Value, register_study
@@ -122,7 +122,7 @@ class OptEqHeadStudy(ClassifierStudy[OptEqHeadConfig]):
 
     def _convert(self, cell: Cell, model: Any, parts: dict[str, Part], p: Any = None) -> dict[str, Any]:
         if p is not None:
-            self.put_before(model, nn.Dropout(p))
+            put_before(model, self.classifier_of(model), nn.Dropout(p))
         super()._convert(cell, model, parts, p)
         return {"head_parameters": parameters_of(self.classifier_of(model))}
 

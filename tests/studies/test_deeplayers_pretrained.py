@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from solver_plugins import calibrate, convert_model
-from solver_plugins.blocks import SolverBlock
+from solver_plugins.blocks import SolverBlock, gates_of
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.studies import Cell, Context, Results, read_study_config, run_study
 from solver_plugins.studies.deeplayers import _sampling_off
@@ -65,6 +65,7 @@ def test_the_arms_of_the_short_scale():
             (block.solver.name, block.solver.config.iters, block.solver.config.formulation, block.solver.config.lam)
             for block in made.values()
         }
+        assert ("gate" in arm) == bool(gates_of(model))
         blends = {1.0 if block.blend is None else round(float(block.blend), 6) for block in made.values()}
         found[arm] = (*one, *blends, table.config.arms[arm].calibrate)
     assert found == {
@@ -73,6 +74,8 @@ def test_the_arms_of_the_short_scale():
         "normalized-blend-half": ("proxgd", 10, "normalized", 1e-3, 0.5, True),
         "normalized-blend-tenth": ("proxgd", 10, "normalized", 1e-3, 0.1, True),
         "normalized-iters-3": ("proxgd", 3, "normalized", 1e-3, 1.0, True),
+        "gate-3": ("proxgd", 3, "normalized", 1e-3, 1.0, False),
+        "gate-10": ("proxgd", 10, "normalized", 1e-3, 1.0, False),
         "paper-raw": ("proxgd", 10, "paper", 1e-3, 1.0, False),
         "paper-calibrated": ("proxgd", 10, "paper", 1e-3, 1.0, True),
     }
@@ -141,6 +144,34 @@ def test_similarity_is_that_of_what_the_classifier_reads():
     assert known["feature_scale"] == pytest.approx(float(read[0].std() / read[1].std()), rel=1e-4)
     assert torch.allclose(read[2], read[0], atol=1e-5)
     assert none == {"similarity": 1.0, "feature_scale": 1.0}
+
+
+def test_a_gate_begins_as_the_network_and_is_trained():
+    table = ready("arms={gated: {args: {gate: channel}}}", "search.rates=[1e-2]")
+    model, known = begun(table, "gated")
+    assert known["similarity"] == pytest.approx(1, abs=1e-6) and known["feature_scale"] == pytest.approx(1, abs=1e-5)
+    parts = table._inputs(model, cell_of(table, "gated"), Context())
+    fitting = table.config.fitting.model_copy(update={"lr": 1e-2})
+    table._train(cell_of(table, "gated"), model, parts, fitting, Context())
+    assert all((gate > 0).any() for gate in gates_of(model).values())
+
+
+def test_a_tuned_dropout_stands_before_the_classifier(tmp_path):
+    table = ready("controls=[plain-tuned]", "search.drop_rates=[0.4]", "arms={raw: {}}", "fitting.epochs=1")
+    plain = begun(table, "plain")[0]
+    with seeded(table.name, 0):
+        model = table.make(table.groups()[0])
+        table._convert(
+            cell_of(table, "plain-tuned"), model, table._inputs(model, cell_of(table, "plain"), Context()), 0.4
+        )
+    dropout, classifier = model.get_classifier()
+    assert dropout.p == 0.4 and torch.equal(classifier.weight, plain.get_classifier().weight)
+    outcome = run_study(NAME, table.config, tmp_path)
+    (found,) = [cell for cell in outcome.metrics["cells"] if (cell["arm"], cell["stage"]) == ("plain-tuned", FINAL)]
+    # At rate zero it is the plain network, which is searched anyway.
+    assert found["p"] in (0.0, 0.4)
+    with pytest.raises(SolverPluginsError, match="Unknown control 'raw-tuned'"):
+        run_study(NAME, study("controls=[raw-tuned]").config, tmp_path / "other")
 
 
 def test_what_calibration_does_before_finetuning():
