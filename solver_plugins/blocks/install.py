@@ -129,31 +129,33 @@ class Guard:
         self.blocks = blocks_of(model)
         self.parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in self.blocks}
         self.seen = _steps_to(model, self.blocks.values())
+        self.model = model
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         """Looks whether every layer stands where it stood, and for those that do not, whether that is all right."""
-        if torch.compiler.is_compiling():
-            return
+        # The compiler follows this loop, and guards its code by what the loop has read.
         for parent, key, child in self.seen:
             if parent._modules.get(key) is not child:
-                self._look(model)
+                self.look()
                 return
 
-    def _look(self, model: nn.Module) -> None:
-        present = {id(module) for module in model.modules()}
-        for name, block in list(self.blocks.items()):
-            if id(block) in present:
-                continue
-            if block.link is None and id(self.parents[name]) in present:
-                # Somebody has put another layer there: a new classifier, say.
-                del self.blocks[name]
-                continue
-            raise SolverPluginsError(
-                f"The converted layer {name!r} is no longer a part of this {type(model).__name__}: it was replaced or "
-                "fused after the conversion (timm.utils.reparameterize_model?), and without its solver the network is "
-                "another function. Call revert_model(model) before such a change."
-            )
-        self.seen = _steps_to(model, self.blocks.values())
+    @torch.compiler.assume_constant_result
+    def look(self) -> bool:
+        """Raises for a layer that is gone and whose solver ran behind a sum or norm; others may be replaced."""
+        present = {id(module) for module in self.model.modules()}
+        replaced = [name for name, block in self.blocks.items() if id(block) not in present]
+        for name in replaced:
+            if self.blocks[name].link is not None or id(self.parents[name]) not in present:
+                raise SolverPluginsError(
+                    f"The converted layer {name!r} is no longer a part of this {type(self.model).__name__}: it was "
+                    "replaced or fused after the conversion (timm.utils.reparameterize_model?), and without its solver "
+                    "the network is another function. Call revert_model(model) before such a change."
+                )
+        # A compiler's guards are made from what there was before.
+        if not torch.compiler.is_compiling():
+            self.blocks = {name: block for name, block in self.blocks.items() if name not in replaced}
+            self.seen = _steps_to(self.model, self.blocks.values())
+        return True
 
 
 def _steps_to(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[nn.Module, str, nn.Module]]:

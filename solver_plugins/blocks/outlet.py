@@ -44,7 +44,7 @@ class Outlet(Shell):
         if self.role == "passing":
             handed = take(input, self.links) or self._recovered_on_the_way(input)
             output: Tensor = super().forward(input)
-            return output if handed is None else hand_over(output, handed.past(self, input))
+            return output if handed is None else hand_over(output, handed.past(self, input), handed)
         handed = self._taken(input)
         assert handed is not None
         handed = handed.past(self, input)
@@ -67,7 +67,7 @@ class Outlet(Shell):
                 f"exclude=[{handed.link.name!r}], or without what was put in between."
             )
         if not torch.compiler.is_compiling():
-            arrived(handed.link)
+            arrived(handed)
             now = current_segments()
             if left_out(handed.segments, now) or _lacks_gradients(handed, now):
                 raise SolverPluginsError(_without_its_layer(handed.link, recomputed=True))
@@ -138,9 +138,12 @@ def _without_its_layer(link: Link, recomputed: bool = False) -> str:
             f"The norm or activation behind {link.name!r} is recomputed by gradient checkpointing without that layer, "
             f"so its solver could not run. Checkpoint the module that holds both (the {scope}), or a larger one."
         )
+    where, between = "a skip connection", ""
+    if link.role != "activation":
+        where, between = "a norm", "Code between the two, a sum as well, is followed in adapters alone. "
     return (
-        f"The solver of {link.name!r} runs behind a norm or a skip connection, and got a tensor of which it is not "
-        f"known that {link.name!r} computed it. Call the model, or the {scope} that holds both, and not their parts. "
+        f"The solver of {link.name!r} runs behind {where}, and got a tensor of which it is not known that "
+        f"{link.name!r} computed it. Call the model, or the {scope} that holds both, and not their parts. {between}"
         "Shard a layer and the norm behind it as one unit. Forward hooks in between must not replace what the layer "
         "returns, and a scripted function or a custom autograd function hides what it does: leave that layer out with "
         f"exclude=[{link.name!r}]."

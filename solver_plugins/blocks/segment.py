@@ -1,10 +1,14 @@
 """Which segments of gradient checkpointing the code runs in, so that both ends of a link can be told to be in one.
 
 A segment is run again in the backward pass, by itself. A solver that runs in it, while its layer ran before it, would
-then find nothing of its layer, so this is refused in the forward pass already.
+then find nothing of its layer, so this is refused in the forward pass already. Where both ends are in the segment, it
+is run again in the same context, so that what was known in the first pass is known in the second.
 """
 
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import GeneratorType
 from typing import Any
 
@@ -47,3 +51,28 @@ def without_graph(segments: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
     """Whether some of the first segments, of the reentrant kind, have ended: no gradients were recorded in them."""
     ended = [one for one in segments if not any(one is other for other in now)]
     return any(not isinstance(one, GeneratorType) and not callable(one) for one in ended)
+
+
+@dataclass
+class _Again:
+    """What a segment runs when it is recomputed, within a context."""
+
+    run: Callable[..., Any]
+    context: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self, *args: Any) -> Any:
+        with self.context():
+            return self.run(*args)
+
+
+def run_again_within(segments: tuple[Any, ...], context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Has those of the segments that still run be recomputed within a context."""
+    for segment in segments:
+        if isinstance(segment, GeneratorType):
+            frame = segment.gi_frame  # None when the segment has ended.
+            holder, name = None if frame is None else frame.f_locals.get("new_frame"), "recompute_fn"
+        else:
+            holder, name = segment, "run_function"
+        run = getattr(holder, name, None)
+        if run is not None and not isinstance(run, _Again):
+            setattr(holder, name, _Again(run, context))

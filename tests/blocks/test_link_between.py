@@ -70,6 +70,32 @@ def test_an_operation_between_layer_and_sum(between, kind, shared):
 
 
 @SHARED
+def test_the_first_of_two_calls_is_hidden(shared):
+    """A layer is called twice, and its first output goes through what no mode sees: refused, not taken for nothing."""
+
+    def body(net, x):
+        if not net.flag:
+            return residual(net, x)
+        first, second = net.branch("a", x), net.branch("a", 2 * x)
+        return net.activate("a", Hidden.apply(first) + x) + net.activate("a", second + x)
+
+    plain, made, x = twins(body, "linear", shared=shared)
+    made.flag = True
+    expected = block(plain, made, "a", x, lambda y: y + x) + block(plain, made, "a", 2 * x, lambda y: y + x)
+    assert_same_or_refused(lambda: made(x), expected)
+
+
+class Hidden(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y):
+        return torch.from_numpy(y.detach().numpy().copy())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+@SHARED
 def test_a_sum_of_another_shape(shared):
     """A later pass flattens layer and skip: a ReLU does not mind, a solver's argument has the layer's shape."""
 

@@ -160,3 +160,32 @@ def test_evaluation_of_a_checkpointed_model(segment, kind, shared, reentrant):
             assert_same_or_refused(lambda: made(x), reference(x), checkpointed=True)
         else:
             assert_same(made(x), reference(x))
+
+
+@KIND
+@SHARED
+@REENTRANT
+@TRAINING
+def test_a_layer_that_is_called_twice_in_a_segment_before_its_activation(kind, shared, reentrant, training):
+    """Both passes of the segment tell the two calls apart."""
+
+    def both(net, x):
+        first, second = net.branch("a", x), net.branch("a", 2 * x)
+        return net.activate("a", first + x) + net.activate("a", second + 3 * x)
+
+    def body(net, x):
+        if net.flag:
+            return checkpoint(both, net, x, use_reentrant=reentrant)
+        return net.activate("b", net.branch("b", net.activate("a", net.branch("a", x) + x)) + x)
+
+    plain, made, x = twins(body, kind, shared=shared)
+    plain.train(training), made.train(training)
+    made.flag = True
+
+    def reference(x):
+        first = block(plain, made, "a", x, lambda y: y + x)
+        return first + block(plain, made, "a", 2 * x, lambda y: y + 3 * x)
+
+    run, expected = stepping(plain, made, reference, x)
+    for checkpointed in (True, True):
+        assert_same(run(checkpointed), expected)

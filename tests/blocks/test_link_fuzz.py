@@ -104,9 +104,7 @@ def checked(family, examples):
     return met
 
 
-# Known to fail: a layer that is called twice inside of a recomputed function, before its activation. torch notices that
-# the second pass saves other tensors. The slow test below has this family, too.
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "another way, partly recomputed"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_some(family):
     met = checked(family, 60)
     assert met.keys() >= LINKED and met["right"] > 80, "what is drawn says too little"

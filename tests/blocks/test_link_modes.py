@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from solver_plugins import convert_model
+from solver_plugins import SolverBlock, convert_model
 from tests.blocks.linked import Net, assert_same, block, converted, inputs, results, twins
 from tests.tolerances import tolerance
 
@@ -139,6 +139,28 @@ def test_compiled_without_the_first_activation():
         made.flag = flag
         expected = block(plain, made, "b", x, lambda y: y + x) if flag else reference(plain, made)(x)
         assert_same(compiled(x), expected)
+
+
+def test_a_compiled_model_misses_its_layers():
+    """As in eager code: a layer behind a sum that is gone is an error, another head is not."""
+
+    def with_head(net, x):
+        return net.head(residual(net, x))
+
+    torch.compiler.reset()
+    plain = Net(with_head, "linear")
+    plain.head = nn.Linear(4, 3)
+    plain, x = plain.double().eval(), inputs("linear")
+    made = converted(plain, x)
+    assert isinstance(made.head, SolverBlock)
+    compiled = torch.compile(made, backend="eager", fullgraph=True)
+    assert_same(compiled(x), made(x))
+    made.head = nn.Linear(4, 3).double()
+    assert_same(compiled(x), made(x))
+    made.a = nn.Linear(4, 4).double()
+    # A whole graph is refused by the compiler, in its own error, with our text.
+    with pytest.raises(Exception, match="'a' is no longer a part of this Net"):
+        compiled(x)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from solver_plugins import convert_model
+from solver_plugins.errors import SolverPluginsError
 from tests.blocks.linked import (
     ITERS,
     Net,
@@ -91,6 +92,19 @@ def test_a_layer_called_twice_before_its_norms(training):
         return torch.relu(solve(plain, made, "b", x))
 
     assert_same(results(made, made, x), results(expected, plain, x))
+
+
+def test_a_sum_before_the_norm():
+    """The model's own code adds to what the layer returned: a named error says that this is the cause."""
+
+    def body(net, x):
+        y = net.a(x) + x if net.flag else net.a(x)
+        return net.act(net.branch("b", net.act(net.norm_a(y))))
+
+    _, made, x = twins(body)
+    made.flag = True
+    with pytest.raises(SolverPluginsError, match=r"Code between the two, a sum as well.*exclude=\['a'\]"):
+        made(x)
 
 
 @TRAINING

@@ -64,8 +64,9 @@ MODULES = [
     (timm_activations.HardSigmoid(), HardsigmoidPrior()),
     (timm_activations_me.HardSigmoidMe(), HardsigmoidPrior()),
     (hf_activations.LinearActivation(), IdentityPrior()),
-    (hf_activations.SqrtSoftplusActivation(), SqrtSoftplusPrior()),
 ]
+if hasattr(hf_activations, "SqrtSoftplusActivation"):
+    MODULES.append((hf_activations.SqrtSoftplusActivation(), SqrtSoftplusPrior()))
 
 
 def stable_id(value: object) -> str:
