@@ -12,6 +12,7 @@ from solver_plugins.blocks.fold import check_foldable
 from solver_plugins.blocks.link import Link, Place, Role, Scope, open_scope
 from solver_plugins.blocks.outlet import Outlet, close, open_ends
 from solver_plugins.blocks.shell import hides_forward, take_off
+from solver_plugins.blocks.witness import unwatch, watch
 from solver_plugins.errors import OptionError, SolverPluginsError, UnsupportedLayerError
 from solver_plugins.solve import Activation, Solver
 
@@ -109,6 +110,7 @@ def restore(model: nn.Module, chosen: Container[SolverBlock] | None = None) -> b
             if not module.links:
                 del module.links
                 take_off(module)
+        unwatch(module)
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Guard)]:
             del module._forward_pre_hooks[key]
             guarded.append(module)
@@ -127,7 +129,8 @@ class Guard:
 
     def __init__(self, model: nn.Module) -> None:
         self.blocks = blocks_of(model)
-        self.parents = {name: model.get_submodule(name.rpartition(".")[0]) for name in self.blocks}
+        modules = dict(model.named_modules())
+        self.places = {name: _place(name, modules) for name in self.blocks}
         self.seen = _steps_to(model, self.blocks.values())
         self.model = model
 
@@ -145,12 +148,18 @@ class Guard:
         present = {id(module) for module in self.model.modules()}
         replaced = [name for name, block in self.blocks.items() if id(block) not in present]
         for name in replaced:
-            if self.blocks[name].link is not None or id(self.parents[name]) not in present:
+            if self.blocks[name].link is not None or id(self.places[name].parent) not in present:
                 raise SolverPluginsError(
                     f"The converted layer {name!r} is no longer a part of this {type(self.model).__name__}: it was "
                     "replaced or fused after the conversion (timm.utils.reparameterize_model?), and without its solver "
                     "the network is another function. Call revert_model(model) before such a change."
                 )
+        for name, place in self.places.items():
+            there = place.module
+            if there is self.blocks.get(name):
+                unwatch(there)
+            elif name and any(module is self.blocks.get(name) for module in there.modules()):
+                watch(name, there)
         # A compiler's guards are made from what there was before.
         if not torch.compiler.is_compiling():
             self.blocks = {name: block for name, block in self.blocks.items() if name not in replaced}

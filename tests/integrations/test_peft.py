@@ -9,6 +9,7 @@ from torch import nn
 
 from solver_plugins import conversion_of, convert_model, save
 from solver_plugins.blocks import SolverBlock
+from solver_plugins.errors import SolverPluginsError
 from solver_plugins.integrations import SavingError
 from solver_plugins.surgery import ConversionError
 from tests.integrations.cases import hugging_face_inputs, hugging_face_model, timm_input, timm_model
@@ -127,3 +128,49 @@ def test_an_adapter_is_not_merged_into_a_solver(merge):
     assert isinstance(next(one for one in model.modules() if hasattr(one, "base_layer")).base_layer, SolverBlock)
     unloaded = model.unload()
     assert any(isinstance(module, SolverBlock) for module in unloaded.modules())
+
+
+ADAPTERS = {
+    "LoHa": peft.LoHaConfig,
+    "LoKr": peft.LoKrConfig,
+    "AdaLora": lambda **options: peft.AdaLoraConfig(total_step=10, **options),
+    "IA3": lambda **options: peft.IA3Config(feedforward_modules=[], **options),
+    "Vera": peft.VeraConfig,
+    "OFT": lambda **options: peft.OFTConfig(r=2, oft_block_size=0, **options),
+    "HRA": peft.HRAConfig,
+    "Shira": lambda **options: peft.ShiraConfig(r=2, **options),
+    "BOFT": lambda **options: peft.BOFTConfig(boft_block_size=2, **options),
+}
+READS_THE_WEIGHT = {"HRA", "Shira"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("adapter", "compiled"), [*((name, False) for name in ADAPTERS), ("HRA", True), ("IA3", True)])
+def test_other_adapters(adapter, compiled):
+    """At one iteration as on the plain layer. With more, those that never call their layer are refused."""
+    torch.compiler.reset()
+    base, x = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 2)).double(), torch.randn(3, 6).double()
+    found = []
+    for iters in (0, 1, 3):
+        made = copy.deepcopy(base)
+        if iters:
+            made = convert_model(made, "proxgd", iters, targets=["0"], example_inputs=x)
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(made, ADAPTERS[adapter](target_modules=["0"])).double().eval()
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        run = torch.compile(adapted, backend="eager") if compiled else adapted
+        if iters == 3 and adapter in READS_THE_WEIGHT:
+            for model in (run, copy.deepcopy(adapted)):
+                with pytest.raises(SolverPluginsError, match=r"in the place of the converted layer '0'.*exclude="):
+                    model(x)
+            made = adapted.unload()
+            found.append(made(x))
+            assert compiled or not made[0]._forward_hooks
+        else:
+            found.append(run(x))
+            close(copy.deepcopy(adapted)(x), found[-1])
+    close(found[0], found[1])
+    assert (found[2] - found[1]).abs().max() > 0.01, "the solver runs"
