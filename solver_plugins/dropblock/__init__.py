@@ -27,7 +27,6 @@ from solver_plugins.dropblock.schemes import (
     SampledScheme,
     Sampler,
     Scheme,
-    list_schemes,
     make_scheme,
 )
 from solver_plugins.dropblock.support_norm import (
@@ -80,7 +79,6 @@ __all__ = [
     "inspect_dropout",
     "k_support_dual_norm_sq",
     "k_support_norm_sq",
-    "list_schemes",
     "make_scheme",
     "omega",
     "prox_k_support_norm_sq",

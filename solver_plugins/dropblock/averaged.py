@@ -9,17 +9,10 @@ from solver_plugins.errors import OptionError
 def averaged_dropout(
     x: Tensor, p: float, masks: int = 10, training: bool = True, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Returns the mean of ``masks`` independent dropouts of ``x``; one mask is ordinary dropout.
+    """Returns the mean of ``masks`` independent dropouts of ``x`` at the rate ``p``; one mask is ordinary dropout.
 
     A layer behind it has the noise of dropout at the rate ``q/(1 + q)``, ``q = p / (masks (1 - p))``: 0.25 for three
     masks at 0.5. It is the control of a sampling solver, which averages over its iterations, too.
-
-    Args:
-        x: The input.
-        p: The probability that one mask drops a unit.
-        masks: How many masks are averaged.
-        training: False returns the input.
-        generator: The source of randomness; the global one by default.
 
     Raises:
         OptionError: If ``p`` is not in [0, 1), or there is no mask.
@@ -37,12 +30,7 @@ def averaged_dropout(
 
 
 class AveragedDropout(nn.Module):
-    """The mean of several dropout masks as a module; see :func:`averaged_dropout`.
-
-    Args:
-        p: The probability that one mask drops a unit.
-        masks: How many masks are averaged.
-    """
+    """The mean of several dropout masks as a module; see :func:`averaged_dropout`."""
 
     def __init__(self, p: float = 0.5, masks: int = 10):
         super().__init__()
@@ -50,7 +38,6 @@ class AveragedDropout(nn.Module):
         self.p, self.masks = p, masks
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the input times the mean of the masks, or the input in evaluation."""
         return averaged_dropout(input, self.p, self.masks, self.training)
 
     def extra_repr(self) -> str:

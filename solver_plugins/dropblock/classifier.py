@@ -15,10 +15,8 @@ _NAMES = ("classifier", "score", "fc", "head", "heads", "qa_outputs")
 def find_classifier(model: nn.Module, given: str | nn.Module | None = None) -> tuple[str, nn.Linear]:
     """Returns the name of a model's last linear layer and the layer.
 
-    Args:
-        model: A classifier of timm, transformers or torchvision, or any model with ``get_classifier()`` or an attribute
-            ``classifier``, ``score``, ``fc`` or ``head``.
-        given: The layer, or its name in the model, if it is none of these.
+    It knows classifiers of timm, transformers and torchvision, and any model with ``get_classifier()`` or an attribute
+    ``classifier``, ``score``, ``fc`` or ``head``; for others, ``given`` is the layer or its name.
 
     Raises:
         ClassifierError: If there is no last layer, more than one, or it is not linear.

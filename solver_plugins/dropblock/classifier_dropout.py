@@ -30,7 +30,6 @@ class AtClassifier:
             check_divides(self.scheme.block_size, self.classifier.in_features)
 
     def remove(self) -> None:
-        """Removes the hook from the model."""
         self._handle.remove()
 
     def __enter__(self) -> Self:
@@ -46,8 +45,8 @@ class AtClassifier:
 class ClassifierDropout(AtClassifier):
     """Drops inputs of a model's last layer in training: the sampled twin of ``StructuredDropoutRegularizer``.
 
-    ``remove()`` takes it off the model, and so does the end of a ``with`` block. Arguments, attributes and errors are
-    those of :class:`StructuredDropoutRegularizer`.
+    ``remove()`` or the end of a ``with`` block takes it off the model. Arguments, attributes and errors are those of
+    :class:`StructuredDropoutRegularizer`.
     """
 
     def __init__(

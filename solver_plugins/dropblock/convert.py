@@ -1,8 +1,6 @@
 """Turns a model's own dropout modules into structured dropout in place, and back."""
 
-import contextlib
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,16 +15,13 @@ from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.surgery.errors import ConversionError, TargetError
 from solver_plugins.surgery.record import record
 from solver_plugins.surgery.refusals import refuse_wrapped
-from solver_plugins.surgery.targets import TargetList, Targets, read_targets
+from solver_plugins.surgery.targets import Target, TargetList, Targets, read_targets
 
 
 class StructuredShell(Shell):
-    """Mixin in front of the class of a dropout, which then drops by a scheme.
+    """Mixin in front of the class of a dropout, which then drops by ``structured_scheme``.
 
-    Attributes:
-        structured_scheme: The scheme.
-        structured_dims: A mask reaches over this many of the last dimensions.
-        structured_coupled: Whether all channels share a mask.
+    A mask reaches over the last ``structured_dims`` dimensions; ``structured_coupled`` lets all channels share one.
     """
 
     structured_scheme: Scheme
@@ -35,11 +30,9 @@ class StructuredShell(Shell):
 
     @classmethod
     def class_for(cls, plain: type[nn.Module]) -> "type[StructuredShell]":
-        """Returns the subclass of a dropout class that drops by a scheme."""
         return made_class(cls, plain, "Structured")
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the input with units dropped; in evaluation the input itself."""
         settings: dict[str, Any] = {"couple_channels": self.structured_coupled, "training": self.training}
         if self.structured_dims == 2 and input.shape[-2:] == (1, 1):
             # A pooled map has no neighbours in space, so its units are its channels.
@@ -48,7 +41,6 @@ class StructuredShell(Shell):
         return structured_dropout(input, self.structured_scheme, dims=self.structured_dims, **settings)
 
     def extra_repr(self) -> str:
-        """Returns the settings."""
         coupled = ", couple_channels=True" if self.structured_coupled else ""
         return f"{self.structured_scheme}, dims={self.structured_dims}{coupled}"
 
@@ -152,7 +144,7 @@ def revert_dropout(model: nn.Module) -> nn.Module:
     for module in found:
         take_off(module)
         for name in _OWN:
-            module.__dict__.pop(name)
+            del module.__dict__[name]
     return model
 
 
@@ -181,9 +173,13 @@ def _plan(
     unwanted = None if exclude is None else read_targets(exclude, "exclude")
     chosen: list[tuple[Site, Scheme]] = []
     rows: list[DropoutRow] = []
-    with _audible([module for name, module in model.named_modules() if _silent(wanted, name, module)]):
-        recorded = record(model, example_inputs)
-    sites = find_sites(model, recorded)
+    # The call of a wanted dropout with rate zero would leave no trace in the recorded pass.
+    silent = {
+        (name, "p"): 0.5
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Dropout) and module.p == 0 and wanted is not None and wanted.names(name, module)
+    }
+    sites = find_sites(model, record(model, example_inputs, silent))
     for site in sites:
         reason = _reason_against(site, wanted, unwanted, dims)
         made = None
@@ -196,33 +192,14 @@ def _plan(
                 site.name, site.kind, made is not None, reason or "", site.shape, site.p, dims or site.dims, repr(made)
             )
         )
-    _check_targets(wanted, "targets", [site for site, _ in chosen], sites, rows)
-    _check_targets(unwanted, "exclude", sites, sites, rows)
+    _check_targets(wanted, [site for site, _ in chosen], sites, rows)
+    _check_targets(unwanted, sites, sites, rows)
     label = scheme if isinstance(scheme, str) else repr(scheme)
     return chosen, DropoutReport(type(model).__name__, label, tuple(rows))
 
 
-def _silent(wanted: TargetList | None, name: str, module: nn.Module) -> bool:
-    """Whether a module is a wanted dropout with rate zero, whose call would leave no trace in a recorded pass."""
-    if wanted is None or not isinstance(module, nn.Dropout) or module.p != 0:
-        return False
-    return any(target.matches(name, module) for target in wanted.targets)
-
-
-@contextlib.contextmanager
-def _audible(modules: list[nn.Module]) -> Iterator[None]:
-    """Gives dropouts a rate while a pass is recorded."""
-    try:
-        for module in modules:
-            module.p = 0.5  # type: ignore[assignment]
-        yield
-    finally:
-        for module in modules:
-            module.p = 0.0  # type: ignore[assignment]
-
-
-def _matcher(given: TargetList, site: Site) -> bool:
-    return any(target.matches(site.name, site.module) for target in given.targets if site.module is not None)
+def _named(given: TargetList | Target, site: Site) -> bool:
+    return site.module is not None and given.names(site.name, site.module)
 
 
 def _reason_against(site: Site, wanted: TargetList | None, unwanted: TargetList | None, dims: int | None) -> str | None:
@@ -230,9 +207,9 @@ def _reason_against(site: Site, wanted: TargetList | None, unwanted: TargetList 
         return "its rate is 0; name it in targets= and give theta= to convert it"
     if site.reason is not None:
         return site.reason
-    if wanted is not None and not _matcher(wanted, site):
+    if wanted is not None and not _named(wanted, site):
         return "not among the targets"
-    if unwanted is not None and _matcher(unwanted, site):
+    if unwanted is not None and _named(unwanted, site):
         return "excluded"
     if site.dims is None and dims is None:
         return "its input has four dimensions, and it is not clear which are space: say so with dims=1 or dims=2"
@@ -265,19 +242,15 @@ def _check_size(site: Site, scheme: Scheme, dims: int) -> None:
             raise type(error)(f"{site.name!r}: {error}") from None
 
 
-def _check_targets(
-    given: TargetList | None, option: str, met: list[Site], sites: list[Site], rows: list[DropoutRow]
-) -> None:
+def _check_targets(given: TargetList | None, met: list[Site], sites: list[Site], rows: list[DropoutRow]) -> None:
+    if given is None:
+        return
     reasons = {row.name: row.reason for row in rows}
-    for target in () if given is None else given.targets:
-        if any(site.module is not None and target.matches(site.name, site.module) for site in met):
+    for target in given.targets:
+        if any(_named(target, site) for site in met):
             continue
-        near = [
-            f"{site.name}: {reasons[site.name]}"
-            for site in sites
-            if site.module is not None and target.matches(site.name, site.module)
-        ]
+        near = [f"{site.name}: {reasons[site.name]}" for site in sites if _named(target, site)]
         if near:
-            raise TargetError(f"{option}: {target.label} matches, but nothing to convert: {'; '.join(near[:5])}.")
+            raise TargetError(f"{given.option}: {target.label} matches, but nothing to convert: {'; '.join(near[:5])}.")
         names = [site.name for site in sites if site.module is not None]
-        raise TargetError(f"{option}: {target.label} matches no dropout.{did_you_mean(target.text or '', names)}")
+        raise TargetError(f"{given.option}: {target.label} matches no dropout.{did_you_mean(target.text or '', names)}")

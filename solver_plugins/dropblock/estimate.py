@@ -14,14 +14,10 @@ _CHUNK = 2**22
 
 @dataclass(frozen=True)
 class Estimate:
-    """A Monte Carlo estimate of ``Cbar`` (eq. 16), in float64.
+    """A Monte Carlo estimate of ``Cbar`` (eq. 16) from ``samples`` masks, in float64.
 
-    Attributes:
-        matrix: The estimate.
-        error: Its standard error per entry (by the delta method if the mean is estimated, too).
-        mean: The mean of the mask, one number per unit.
-        mean_error: Its standard error; zero if the mean was given.
-        samples: The number of masks.
+    ``error`` is its standard error per entry (by the delta method if the mean is estimated, too), ``mean`` the mean of
+    the mask, one number per unit, and ``mean_error`` the standard error of that, zero if the mean was given.
     """
 
     matrix: Tensor
@@ -32,13 +28,7 @@ class Estimate:
 
 
 def estimate(draw: Callable[[int], Tensor], d: int, samples: int, mean: float | Tensor | None) -> Estimate:
-    """Estimates ``Cbar`` from masks.
-
-    Args:
-        draw: ``draw(n)`` returns ``n`` masks of ``d`` units each.
-        d: The number of units.
-        samples: The number of masks, at least two.
-        mean: The mean, if it is known.
+    """Estimates ``Cbar`` from masks of ``d`` units, of which ``draw(n)`` returns ``n``; ``mean`` is theirs, if known.
 
     Raises:
         OptionError: If there are too few samples, or a unit was never kept.

@@ -79,14 +79,8 @@ def drop_block_1d(
 ) -> Tensor:
     """DropBlock along the last dimension: of vectors, or of sequences ``(..., channels, length)``.
 
-    Args:
-        x: The input.
-        theta: The probability that a unit is kept.
-        block_size: The number of neighbours that are dropped together; for maps the height and width of a block.
-        overlapping: Whether blocks may stand anywhere (the original DropBlock) instead of on a grid (the paper's).
-        couple_channels: Lets all channels share a mask.
-        training: False returns the input.
-        generator: The source of randomness.
+    ``block_size`` neighbours are dropped together, on a grid (the paper's blocks) or, ``overlapping``, anywhere (the
+    original DropBlock). ``couple_channels`` lets all channels share a mask.
     """
     scheme = (OverlappingBlocks if overlapping else GridBlocks)(theta, block_size)
     return structured_dropout(x, scheme, couple_channels=couple_channels, training=training, generator=generator)
@@ -122,14 +116,6 @@ def drop_connect_linear(
 
     The samples of a batch share a mask. That needs no memory, and a loss that sums over samples has the same
     expectation.
-
-    Args:
-        x: Of shape ``(..., inputs)``.
-        weight: Of shape ``(outputs, inputs)``.
-        bias: Of shape ``(outputs,)``.
-        theta: The probability that a weight is kept.
-        training: False computes the plain layer.
-        generator: The source of randomness.
     """
     check_theta(theta)
     if training and theta < 1:
@@ -139,16 +125,7 @@ def drop_connect_linear(
 
 
 class StructuredDropout(nn.Module):
-    """Structured dropout by any scheme; see :func:`structured_dropout`.
-
-    Args:
-        scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler.
-        theta: For a named scheme: the probability that a unit is kept.
-        block_size: For a named scheme: the number of neighbours that are dropped together.
-        mean: For a sampler: the mean of its masks, a number or a tensor of a mask's shape.
-        dims: A mask reaches over this many of the last dimensions.
-        couple_channels: Lets all channels share a mask.
-    """
+    """Structured dropout by any scheme; see :func:`make_scheme` and :func:`structured_dropout` for the arguments."""
 
     def __init__(
         self,
@@ -166,13 +143,11 @@ class StructuredDropout(nn.Module):
         self.couple_channels = couple_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the input with units dropped; in evaluation the input itself."""
         return structured_dropout(
             x, self.scheme, dims=self.dims, couple_channels=self.couple_channels, training=self.training
         )
 
     def extra_repr(self) -> str:
-        """Returns the settings."""
         coupled = ", couple_channels=True" if self.couple_channels else ""
         return f"{self.scheme}, dims={self.dims}{coupled}"
 
@@ -216,9 +191,7 @@ class DropConnectLinear(nn.Linear):
         return made.train(layer.training)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the output of the layer with weights dropped; in evaluation that of the plain layer."""
         return drop_connect_linear(input, self.weight, self.bias, theta=self.theta, training=self.training)
 
     def extra_repr(self) -> str:
-        """Returns the settings."""
         return f"{super().extra_repr()}, theta={self.theta:g}"

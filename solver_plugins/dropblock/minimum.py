@@ -27,8 +27,7 @@ class GlobalMinimum:
     """The minimum and one point that attains it, in float64.
 
     Attributes:
-        singular_values: The singular values of the optimal product ``A = X V U^T``, ``min(N, a)`` of them, largest
-            first.
+        singular_values: Of the optimal product ``A = X V U^T``, ``min(N, a)`` of them, largest first.
         rho: ``rho - 1`` singular values of ``Y`` are divided by ``1 + beta`` ...
         lam: ... those from ``rho`` to ``lam`` are lowered by the same number, and the others become zero.
         objective: The minimum.
@@ -178,18 +177,11 @@ def fewest_projections(n: int, s: int) -> int:
 
 
 def mean_of_projections(t: Tensor, s: int, count: int) -> Tensor | None:
-    """Finds ``K`` orthogonal projections of rank ``s`` whose mean is ``diag(t)``, ``0 < t_i < 1``, or returns None.
+    """Finds ``K = count`` orthogonal projections of rank ``s`` with the mean ``diag(t)``, ``0 < t_i < 1``, or None.
 
-    It alternates between their two properties. Ranks bound ``K`` from below: ``K s >= n``, and, for the complements of
-    the projections, ``K (n - s) >= n``.
-
-    Args:
-        t: Of shape ``(n,)``, float64.
-        s: The rank, ``sum_i t_i``.
-        count: The number of projections, ``K``.
-
-    Returns:
-        Orthonormal bases ``B`` of shape ``(count, n, s)``, with ``sum_k B_k B_k^T = count diag(t)``.
+    Returns orthonormal bases ``B`` of shape ``(count, n, s)``, with ``sum_k B_k B_k^T = count diag(t)``. It alternates
+    between these two properties. Ranks bound ``K`` from below: ``K s >= n``, and, for the complements of the
+    projections, ``K (n - s) >= n``.
     """
     n = len(t)
     if 2 * s > n:

@@ -31,8 +31,7 @@ class StructuredDropoutRegularizer(AtClassifier):
     runs). If the model itself has dropout before its last layer, set its rate to zero.
 
     Args:
-        model: The classifier; see :func:`find_classifier` for how its last layer is found. Make the regulariser before
-            the model is compiled.
+        model: The classifier; see :func:`find_classifier`. Make the regulariser before the model is compiled.
         scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler (whose characteristic matrix is
             estimated once).
         theta: The retain probability of a named scheme.
@@ -41,11 +40,6 @@ class StructuredDropoutRegularizer(AtClassifier):
         reduction: The reduction of that loss: "mean" over samples, and for the squared loss also over outputs
             (``F.mse_loss``, ``F.cross_entropy``); "batchmean" over samples only; or "sum".
         classifier: The last layer or its name, if it is not found automatically.
-
-    Attributes:
-        name: The name of the last layer.
-        classifier: The last layer.
-        scheme: The scheme.
 
     Raises:
         ClassifierError: If the last layer is not found.
@@ -65,15 +59,13 @@ class StructuredDropoutRegularizer(AtClassifier):
         reduction: Reduction = "mean",
         classifier: str | nn.Module | None = None,
     ):
-        if loss not in get_args(Loss):
-            raise OptionError(
-                f"Expected loss to be one of {', '.join(map(repr, get_args(Loss)))}; found {loss!r}. The value is "
-                "exact for the squared loss only."
-            )
-        if reduction not in get_args(Reduction):
-            raise OptionError(
-                f"Expected reduction to be one of {', '.join(map(repr, get_args(Reduction)))}; found {reduction!r}."
-            )
+        for option, found, known, more in (
+            ("loss", loss, get_args(Loss), " The value is exact for the squared loss only."),
+            ("reduction", reduction, get_args(Reduction), ""),
+        ):
+            if found not in known:
+                expected = ", ".join(map(repr, known))
+                raise OptionError(f"Expected {option} to be one of {expected}; found {found!r}.{more}")
         super().__init__(model, scheme, theta, block_size, classifier)
         self.loss = loss
         self.reduction = reduction
@@ -131,7 +123,6 @@ class StructuredDropoutRegularizer(AtClassifier):
         self._rows, self._passes = None, 0
 
     def remove(self) -> None:
-        """Removes the hook from the model."""
         super().remove()
         self.reset()
 

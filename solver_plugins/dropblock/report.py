@@ -11,17 +11,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DropoutRow:
-    """One dropout of the report.
+    """One dropout of the report: a module by its name and class, or a function by the module that calls it.
 
-    Attributes:
-        name: The name of the module; for a function, of the module that calls it.
-        kind: The class of the module, or the function.
-        converted: Whether it is converted.
-        reason: Why it is not.
-        input_shape: The shape of its input in the recorded pass; () if it is never called.
-        p: Its own rate.
-        dims: Blocks reach over this many of the last dimensions; None if not known.
-        scheme: What it becomes.
+    ``input_shape`` is () if it is never called; blocks reach over the last ``dims`` dimensions (None if not known);
+    ``scheme`` is what it becomes, and ``reason`` says why it is not converted.
     """
 
     name: str
@@ -36,13 +29,7 @@ class DropoutRow:
 
 @dataclass(frozen=True, repr=False)
 class DropoutReport(Printable):
-    """The result of :func:`inspect_dropout`; ``print`` it, or take ``to_dict()``.
-
-    Attributes:
-        model: The class of the model.
-        scheme: The requested scheme.
-        rows: One row per dropout, in the order of the model.
-    """
+    """The result of :func:`inspect_dropout`; ``print`` it, or take ``to_dict()``."""
 
     model: str
     scheme: str
@@ -54,11 +41,9 @@ class DropoutReport(Printable):
         return [row for row in self.rows if row.converted]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data."""
         return {"model": self.model, "scheme": self.scheme, "dropouts": [asdict(row) for row in self.rows]}
 
     def headline(self) -> str:
-        """Returns how many dropouts are converted."""
         return f"{self.model}: {len(self.converted)} of {len(self.rows)} dropouts become {self.scheme}"
 
     def parts(self, width: int) -> "list[RenderableType]":

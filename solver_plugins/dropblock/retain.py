@@ -5,11 +5,7 @@ from solver_plugins.errors import OptionError
 
 
 def check_theta(theta: float, name: str = "theta") -> float:
-    """Returns the retain probability as a float.
-
-    Raises:
-        OptionError: If it is not in (0, 1].
-    """
+    """Returns the retain probability as a float, or raises OptionError if it is not in (0, 1]."""
     if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta <= 1:
         raise OptionError(
             f"Expected {name}, the probability that a unit is kept, in (0, 1]; found {theta!r}. "
@@ -19,11 +15,7 @@ def check_theta(theta: float, name: str = "theta") -> float:
 
 
 def check_block_size(block_size: int) -> int:
-    """Returns the block size.
-
-    Raises:
-        BlockSizeError: If it is not a positive whole number.
-    """
+    """Returns the block size, or raises BlockSizeError if it is not a positive whole number."""
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise BlockSizeError(f"Expected block_size to be a positive whole number; found {block_size!r}.")
     return block_size
@@ -45,14 +37,10 @@ def check_divides(block_size: int, *sizes: int) -> None:
 
 
 def theta_of_width(theta_bar: float, d: int, block_size: int) -> float:
-    """Returns ``theta(d) = theta_bar r / (theta_bar r + (1 - theta_bar) d)`` (eq. 7).
+    """Returns ``theta(d) = theta_bar r / (theta_bar r + (1 - theta_bar) d)`` (eq. 7) for blocks of size ``r``.
 
-    With this rate, layers of all widths ``d`` are regularised alike: ``(1 - theta(d))/theta(d)`` grows like ``d/r``.
-
-    Args:
-        theta_bar: The retain probability of a layer with a single block (``d = r``).
-        d: The width.
-        block_size: The block size ``r``.
+    ``theta_bar`` is the retain probability of a layer with a single block (``d = r``). With this rule, layers of all
+    widths ``d`` are regularised alike: ``(1 - theta(d))/theta(d)`` grows like ``d/r``.
     """
     kept = check_theta(theta_bar, "theta_bar") * check_block_size(block_size)
     return kept / (kept + (1 - theta_bar) * _check_width(d))

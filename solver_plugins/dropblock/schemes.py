@@ -89,11 +89,7 @@ class Scheme(abc.ABC):
     def mask(self, batch: Shape, size: Shape, *, device: Device = None, generator: Source = None) -> Tensor:
         """Draws one mask for each element of the batch, shape ``(*batch, *size)``; units with a zero are dropped.
 
-        Args:
-            batch: The shape of the batch.
-            size: ``(d,)`` for vectors, ``(height, width)`` for maps.
-            device: The device of the mask.
-            generator: The source of randomness; by default the global random state.
+        ``size`` is ``(d,)`` for vectors and ``(height, width)`` for maps.
         """
 
     @abc.abstractmethod
@@ -101,23 +97,15 @@ class Scheme(abc.ABC):
         """Returns ``Cbar`` (eq. 16) in float64, for units in the order of ``flatten``."""
 
     def variance(self, weight: Tensor, features: Tensor) -> Tensor:
-        """Returns ``h^T (Cbar o U^T U) h`` for each row ``h`` of the features, in O(d^2 (a + N)) or better.
+        """Returns ``h^T (Cbar o U^T U) h`` for each row ``h`` of the features ``(..., d)``, with the weight ``U``.
 
-        Args:
-            weight: ``U``, of shape ``(a, d)``.
-            features: Of shape ``(..., d)``.
+        The cost is O(d^2 (a + N)) or better for a weight ``(a, d)``.
         """
         matrix = self._matrix_for(weight) * (weight.mT @ weight)
         return ((features @ matrix) * features).sum(-1)
 
     def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
-        """Returns ``tr((diag(p) - p p^T) Cov(logits))`` for each row; see :meth:`variance`.
-
-        Args:
-            weight: ``U``, of shape ``(a, d)``.
-            features: Of shape ``(..., d)``.
-            probabilities: ``p``, of shape ``(..., a)``.
-        """
+        """Returns ``tr((diag(p) - p p^T) Cov(logits))`` for each row, with probabilities ``p``, ``(..., a)``."""
         matrix = self._matrix_for(weight)
         parts = weight * features[..., None, :]
         each = ((parts @ matrix) * parts).sum(-1)
@@ -252,12 +240,10 @@ class OverlappingBlocks(_BlockScheme):
 
 
 class SampledScheme(Scheme):
-    """Any scheme, given by a sampler.
+    """Any scheme, given by ``sampler(n, size, generator)``, which draws ``n`` masks of the given size.
 
-    Args:
-        sampler: ``sampler(n, size, generator)`` draws ``n`` masks of the given size.
-        mean: The mean of a mask: a number, or a tensor of a mask's shape. Layers need it. By default it is estimated
-            together with the characteristic matrix.
+    ``mean`` is the mean of a mask, a number or a tensor of a mask's shape, by which layers rescale. By default it is
+    estimated together with the characteristic matrix.
     """
 
     name = "sampled"
@@ -308,11 +294,6 @@ class SampledScheme(Scheme):
 SCHEMES: Registry[type[_BlockScheme]] = Registry("scheme")
 for _scheme in (Dropout, GridBlocks, OverlappingBlocks):
     SCHEMES.register(_scheme.name, _scheme)
-
-
-def list_schemes() -> list[str]:
-    """Returns the names of the schemes."""
-    return SCHEMES.names()
 
 
 def make_scheme(

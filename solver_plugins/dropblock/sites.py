@@ -22,12 +22,9 @@ _DEPTH = 30
 
 @dataclass(frozen=True)
 class Site:
-    """One dropout.
+    """One dropout: a module, or a function (``module`` is None) by the name of the module that calls it.
 
     Attributes:
-        name: The name of the module; for a function, of the module that calls it.
-        module: The module; None for a function.
-        kind: The class of the module, or the function.
         p: Its own rate.
         block_size: Its own block size, if it is a DropBlock.
         shapes: The shapes of its inputs, one per call of the recorded pass.
@@ -116,9 +113,7 @@ def _dropout_site(name: str, module: _DropoutNd, calls: list[Call], graph: Graph
 
 def _is_attention(graph: Graph, call: Call) -> bool:
     source, _ = graph.back(call.inputs[0].value)
-    if source is None:
-        return False
-    return "softmax" in source.name or isinstance(source.module, nn.Softmax)
+    return source is not None and ("softmax" in source.name or isinstance(source.module, nn.Softmax))
 
 
 def _dims(graph: Graph, call: Call) -> int | None:

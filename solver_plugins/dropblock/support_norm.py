@@ -19,11 +19,8 @@ def k_support_norm_sq(x: Tensor, k: int) -> Tensor:
     """Returns ``sum_{i < rho} a_i^2 + (sum_{i >= rho} a_i)^2 / (k - rho + 1)``, with the sorted ``a = |x|`` (eq. 11).
 
     ``rho`` is the largest number in 1..k with ``a_{rho-1} >= sum_{i >= rho} a_i / (k - rho + 1)`` (``a_0`` infinite).
-    The paper takes the ``rho`` that maximises the value, which is always ``k``.
-
-    Args:
-        x: Of shape ``(..., n)``.
-        k: At least one. For ``k >= n`` it is the squared l2 norm.
+    The paper takes the ``rho`` that maximises the value, which is always ``k``. ``x`` has the shape ``(..., n)``; for
+    ``k >= n`` the value is the squared l2 norm.
     """
     k = _check(x, k)
     a = widened(x).abs().sort(dim=-1, descending=True).values
@@ -52,15 +49,10 @@ def k_support_dual_norm_sq(x: Tensor, k: int) -> Tensor:
 
 
 def prox_k_support_norm_sq(a: Tensor, k: int, step: Step = 1.0) -> Tensor:
-    """Returns ``argmin_x |x|_k^2 + |x - a|^2 / (2 step)`` in O(n log n), differentiable in ``a``.
+    """Returns ``argmin_x |x|_k^2 + |x - a|^2 / (2 step)`` in O(n log n), differentiable in ``a`` of shape ``(..., n)``.
 
     With ``beta = 2 step``, ``x_i = a_i t_i/(t_i + beta)`` and ``t_i = clip(alpha |a_i| - beta, 0, 1)``, where ``alpha``
     makes ``sum_i t_i = k``. The largest entries are divided by ``1 + beta``, the next ones lowered by one number.
-
-    Args:
-        a: Of shape ``(..., n)``.
-        k: At least one.
-        step: The step, a number or a 0-d tensor.
     """
     k = _check(a, k)
     beta = 2 * step_like(step, widened(a))

@@ -24,16 +24,11 @@ def characteristic_matrix(
     samples: int = ESTIMATE_SAMPLES,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Returns ``Cbar_ij = Cov(z_i, z_j)/(mu_i mu_j)`` (eq. 16) in float64.
+    """Returns ``Cbar_ij = Cov(z_i, z_j)/(mu_i mu_j)`` (eq. 16) in float64, for a scheme as in :func:`make_scheme`.
 
-    Args:
-        scheme: "dropout", "dropblock", "overlapping", a :class:`Scheme`, or a sampler. The result is exact for named
-            schemes and estimated for a sampler (:func:`estimate_characteristic_matrix` also gives error bars).
-        d: The width, or the size of a map, whose units are in the order of ``flatten``.
-        theta: The retain probability of a named scheme.
-        block_size: The block size of a named scheme.
-        samples: The number of masks to draw from a sampler.
-        generator: The source of randomness of a sampler.
+    It is exact for named schemes. For a sampler it is estimated from ``samples`` masks;
+    :func:`estimate_characteristic_matrix` also gives error bars. ``d`` is the width, or the size of a map, whose units
+    are in the order of ``flatten``.
     """
     made = make_scheme(scheme, theta, block_size)
     if isinstance(made, SampledScheme):
@@ -51,12 +46,7 @@ def estimate_characteristic_matrix(
 ) -> Estimate:
     """Estimates ``Cbar`` of an arbitrary sampler by Monte Carlo, with standard errors.
 
-    Args:
-        sampler: ``sampler(n, size, generator)`` draws ``n`` masks of shape ``size``.
-        d: The width, or the size of a map.
-        mean: The mean of a mask, if it is known; this makes the error bars smaller.
-        samples: The number of masks to draw.
-        generator: The source of randomness.
+    The sampler is one of :func:`make_scheme`; a known ``mean`` of its masks makes the error bars smaller.
     """
     scheme = sampler if isinstance(sampler, SampledScheme) else SampledScheme(sampler, mean)
     return scheme.estimate(_size(d), samples, generator)
@@ -65,13 +55,8 @@ def estimate_characteristic_matrix(
 def omega(U: Tensor, features: Tensor, cbar: Tensor) -> Tensor:
     """Returns ``<Cbar, U^T U o H^T H>`` with the features ``H`` as rows (eq. 15), in O(d^2 (a + N)).
 
-    Args:
-        U: Weights of the last layer, of shape ``(a, d)``, as in ``nn.Linear``.
-        features: Inputs of the last layer, of shape ``(N, d)``.
-        cbar: The characteristic matrix ``(d, d)``, or its diagonal ``(d,)``, which costs O(d (a + N)).
-
-    Raises:
-        ShapeError: If the shapes do not fit.
+    ``U`` ``(a, d)`` is the weight of the last layer, as in ``nn.Linear``. ``cbar`` may be the diagonal ``(d,)`` alone,
+    which costs O(d (a + N)).
     """
     d = U.shape[-1]
     if U.ndim != 2 or features.ndim != 2 or features.shape[1] != d or cbar.shape not in ((d, d), (d,)):
@@ -88,13 +73,9 @@ def omega(U: Tensor, features: Tensor, cbar: Tensor) -> Tensor:
 def dropconnect_omega(outer: Tensor | None, weight: Tensor, inputs: Tensor, theta: float) -> Tensor:
     """Returns DropConnect's regulariser ``(1-theta)/theta sum_k |u_k|^2 v_k^T diag(M^T M) v_k``, for any inputs ``M``.
 
-    It only equals the regulariser of dropout, as in Theorem 4.1, if ``M^T M`` is diagonal.
-
-    Args:
-        outer: ``U`` of shape ``(a, d)``, the layer behind the one that drops; None if that is the last one.
-        weight: The dropped weights ``(d, b)``, as in ``nn.Linear``; the transpose of the paper's ``V``.
-        inputs: ``M`` of shape ``(N, b)``, one sample per row.
-        theta: The probability that a weight is kept.
+    It only equals the regulariser of dropout, as in Theorem 4.1, if ``M^T M`` is diagonal. ``outer`` is ``U`` ``(a,
+    d)``, the layer behind the one that drops (None if that is the last one), and ``weight`` ``(d, b)`` the transpose of
+    ``V``.
     """
     check_theta(theta)
     if weight.ndim != 2 or inputs.ndim != 2 or inputs.shape[1] != weight.shape[1]:
@@ -110,15 +91,7 @@ def dropconnect_omega(outer: Tensor | None, weight: Tensor, inputs: Tensor, thet
 
 
 def deterministic_objective(U: Tensor, V: Tensor, X: Tensor | None, Y: Tensor, scheme: Scheme) -> Tensor:
-    """Returns ``E_z |Y - X V diag(z/mu) U^T|^2`` without sampling (Lemma 2.1, Lemma 3.1).
-
-    Args:
-        U: Of shape ``(a, d)``.
-        V: Of shape ``(b, d)``.
-        X: Of shape ``(N, b)``; None for the identity.
-        Y: Of shape ``(N, a)``.
-        scheme: The scheme.
-    """
+    """Returns ``E_z |Y - X V diag(z/mu) U^T|^2`` without sampling (Lemma 2.1, 3.1); ``X=None`` is the identity."""
     features = V if X is None else X @ V
     return (Y - features @ U.mT).square().sum() + scheme.variance(U, features).sum()
 

@@ -9,7 +9,7 @@ from solver_plugins.equilibrium.deep import DeepOptEq, Equilibrium, project_weig
 from solver_plugins.equilibrium.errors import DivergenceError, HeadError
 from solver_plugins.equilibrium.head import HeadConfig, OptEqHead
 from solver_plugins.equilibrium.layer import OptEqLayer
-from solver_plugins.equilibrium.objectives import block_objective, envelope, objective, potential, preimage
+from solver_plugins.equilibrium.objectives import objective, potential
 from solver_plugins.equilibrium.problem import Unit
 from solver_plugins.equilibrium.regularizers import (
     FEATURE_REGULARIZERS,
@@ -44,15 +44,12 @@ __all__ = [
     "Unit",
     "allowed_activation",
     "antiderivative",
-    "block_objective",
     "deep_opteq_of",
-    "envelope",
     "list_equilibrium_solvers",
     "list_regularizers",
     "make_regularizer",
     "objective",
     "potential",
-    "preimage",
     "project_weights",
     "register_equilibrium_solver",
     "register_regularizer",

@@ -15,11 +15,7 @@ from solver_plugins.prox.activations import Activation
 
 
 def allowed_activation(activation: Activation, **parameters: Any) -> Prior:
-    """Returns the prior whose proximal map at the unit step is ``activation``.
-
-    Args:
-        activation: A module, function or name, as for :func:`~solver_plugins.prox.prox_for`.
-        **parameters: If it is a name, the parameters of that prior.
+    """Returns the prior whose proximal map at the unit step is ``activation``, given as for ``prox_for``.
 
     Raises:
         NotProximalError: If it is not elementwise, monotone and 1-Lipschitz (GELU, SiLU, softmax, ...).
@@ -38,10 +34,10 @@ def antiderivative(prior: Prior, v: Tensor) -> Tensor:
 
     By Moreau, ``S(v) = s v - s^2/2 - g(s)`` with ``s = s(v)``, up to a constant that makes ``S(0) = 0``.
     """
-    return _envelope(prior, v) - _envelope(prior, torch.zeros_like(v))
 
+    def envelope(v: Tensor) -> Tensor:
+        # The derivative by v is s: the expression is maximised over s, so only the explicit v counts (Danskin).
+        s = prior.prox(v, 1.0).detach()
+        return s * v - s * s / 2 - prior.g(s)
 
-def _envelope(prior: Prior, v: Tensor) -> Tensor:
-    # The derivative by v is s: the expression is maximised over s, so only the explicit v counts (Danskin).
-    s = prior.prox(v, 1.0).detach()
-    return s * v - s * s / 2 - prior.g(s)
+    return envelope(v) - envelope(torch.zeros_like(v))

@@ -25,12 +25,7 @@ from solver_plugins.solve import conjugate_gradients, refuse_second_derivative
 
 @dataclass
 class BackwardReport:
-    """How the implicit backward went; written when it runs.
-
-    Attributes:
-        products: Products with the Jacobian.
-        residual: The largest relative residual of the batch.
-    """
+    """How the implicit backward went: products with the Jacobian, and the largest relative residual of the batch."""
 
     products: int = 0
     residual: float | None = None
@@ -38,20 +33,13 @@ class BackwardReport:
 
 @dataclass(frozen=True, eq=False)
 class Adjoint:
-    """Solves ``y = w + J^T y``.
-
-    Attributes:
-        config: Options of the forward solver.
-        report: Receives the residual and the number of products.
-        label: The name of the module, for warnings.
-    """
+    """Solves ``y = w + J^T y`` with the options of the forward solver; ``label`` names the module in warnings."""
 
     config: Any
     report: BackwardReport
     label: str
 
     def solve(self, jacobian: Jacobian, w: Tensor) -> Tensor:
-        """Returns ``y``."""
         if not w.numel():
             return w
         w, scale = self._scaled(jacobian, w)
@@ -80,13 +68,9 @@ class Adjoint:
         if jacobian.symmetric:
             (unit,), (slope,) = jacobian.units, jacobian.slopes
             y, residual, products = conjugate_gradients(
-                lambda y: y - unit.curvature(slope, y),
-                w / jacobian.alpha,
-                jacobian.dims,
-                limit,
-                tolerance=tolerance,
-                stop=may_look(),
-            )
+                lambda y: y - unit.curvature(slope, y), w / jacobian.alpha, jacobian.dims, limit,
+                tolerance=tolerance, stop=may_look(),
+            )  # fmt: skip
         else:
             found = minimal_residuals(jacobian, w, tolerance, limit, pulls=scale is not None, scale=scale)
             y, pull, residual, products = found.y, found.pull, found.residual, found.products
@@ -111,17 +95,12 @@ class Adjoint:
 def with_gradient(value: Tensor, problem: EquilibriumProblem, jacobian: Jacobian, adjoint: Adjoint) -> Tensor:
     """Returns ``value``, an equilibrium of an explicit problem, with its gradient for weights and offsets.
 
-    Args:
-        value: ``z``, not recorded.
-        problem: The problem; its weights and offsets get the gradients.
-        jacobian: Its Jacobian at ``z``.
-        adjoint: Solves ``y = w + J^T y``.
+    ``jacobian`` is that of the problem at ``value``, and ``adjoint`` solves ``y = w + J^T y``.
     """
     weights = [unit.operator.weight for unit in problem.units]
     offsets = [unit.offset for unit in problem.units]
     emptied = jacobian.with_tensors(())
-    result: Tensor = _Equilibrium.apply(value, emptied, adjoint, *weights, *offsets, *jacobian.tensors)
-    return result
+    return _Equilibrium.apply(value, emptied, adjoint, *weights, *offsets, *jacobian.tensors)
 
 
 class _Equilibrium(torch.autograd.Function):

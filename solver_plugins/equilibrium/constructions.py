@@ -25,13 +25,10 @@ _FEWEST = 3
 
 
 def universal_weights(weights: Sequence[Tensor]) -> list[Tensor]:
-    """Returns ``W_1, ..., W_{L+1}`` for the matrices ``A_2, ..., A_{L+1}`` of a network (Lemma 1).
+    """Returns ``W_1, ..., W_{L+1}`` for the matrices ``A_2, ..., A_{L+1}`` behind the first hidden layer (Lemma 1).
 
-    The network ``x_{l+1} = s(A_l x_l + c_l)``, ``y = A_{L+1} x_{L+1}`` is ``z_{l+1} = W_l^T s(W_l z_l + c_l)``,
-    ``y = W_{L+1} z_{L+1}``: ``W_l z_l = A_l x_l`` in every layer.
-
-    Args:
-        weights: ``A_2, ..., A_{L+1}``: all matrices behind the first hidden layer.
+    The network ``x_{l+1} = s(A_l x_l + c_l)``, ``y = A_{L+1} x_{L+1}`` is ``z_{l+1} = W_l^T s(W_l z_l + c_l)``, ``y =
+    W_{L+1} z_{L+1}``: ``W_l z_l = A_l x_l`` in every layer.
     """
     widths = [matrix.shape[1] for matrix in weights]
     starts = [sum(widths[:index]) for index in range(len(widths))]
@@ -52,15 +49,9 @@ def deep_opteq_of(linears: Sequence[nn.Linear], activation: Activation = "relu")
 
     The printed proof sets ``W_1 = 0``, which makes the first layer's output ``W_1^T s(...)`` zero, too. What it needs
     is ``W_1 z = 0`` at the equilibrium, that is ``W_1 W_L^T = 0``, which holds for three hidden layers or more. If
-    there are fewer, identities are added, which requires an activation with ``s(s(v)) = s(v)`` (ReLU, clips). Weights
-    may be larger than 1 in norm; the plain iteration still comes to rest after two steps.
-
-    Args:
-        linears: The linear layers of the network.
-        activation: The activation between them.
-
-    Raises:
-        OptionError: If there are fewer than three hidden layers and the activation is not idempotent.
+    there are fewer, identities are added, which requires an activation with ``s(s(v)) = s(v)`` (ReLU, clips), or an
+    OptionError is raised. Weights may be larger than 1 in norm; the plain iteration still comes to rest after two
+    steps.
     """
     prior = prox_for(activation)
     if len(linears) < 2:

@@ -29,8 +29,7 @@ class Equilibrium:
         residual: ``|T(z) - z| / |T(z)|`` at the last point where the map was evaluated.
         iterations: Evaluations of the map until the sample was done.
         contraction: The mean factor per iteration by which ``|T(z) - z|`` changed; below 1 it converges.
-        evaluations: Evaluations of the map for the whole batch. Several layers start at the last layer's value at
-            zero, which is not counted (a sixth of an evaluation for three layers).
+        evaluations: Evaluations of the map for the whole batch, without the start of several layers (a part of one).
         backward: How the implicit backward went, once it has run.
     """
 
@@ -142,9 +141,8 @@ class DeepOptEq(nn.Module):
         if self.regularizer is not None and (self.training or not self.regularizer.of_batch):
             regularization = Regularization(self.regularizer, self.lam)
         units = tuple(layer.unit(x) for layer in self._layers())
-        if self.solver.chooses:
-            return EquilibriumProblem(units, self.alpha, chosen=regularization)
-        return EquilibriumProblem(units, self.alpha, appended=regularization)
+        appended, chosen = (None, regularization) if self.solver.chooses else (regularization, None)
+        return EquilibriumProblem(units, self.alpha, appended, chosen)
 
     def certified_norms(self) -> dict[str, Tensor]:
         """Returns a certified upper bound on ``|W|`` of every layer, by name."""
@@ -155,7 +153,6 @@ class DeepOptEq(nn.Module):
         return {f"layers.{index}": layer.project() for index, layer in enumerate(self._layers())}
 
     def extra_repr(self) -> str:
-        """Returns what the submodules do not show."""
         regularizer = "" if self.regularizer is None else f", regularizer={self.regularizer!r}, lam={self.lam:g}"
         return f"alpha={self.alpha:g}, solver={self.solver!r}{regularizer}"
 
@@ -267,10 +264,7 @@ def _order_of(x: Tensor) -> torch.memory_format:
 def project_weights(model: nn.Module) -> dict[str, Tensor]:
     """Scales every ``W`` of every equilibrium in a model to a certified norm within its bound.
 
-    With ``constraint="none"``, call it after optimizer steps:
+    It returns the norms that the layers had, by name. With ``constraint="none"``, call it after optimizer steps:
     ``optimizer.register_step_post_hook(lambda *_: project_weights(model))``.
-
-    Returns:
-        The certified norms that the layers had, by name.
     """
     return {name: layer.project() for name, layer in model.named_modules() if isinstance(layer, OptEqLayer)}

@@ -62,17 +62,8 @@ class HeadConfig(DeepOptEqConfig):
 class OptEqHead(nn.Module):
     """Maps features to classes through an equilibrium: ``y = W_{L+1} z``, ``z = f_L o ... o f_1(z, x)`` (equation 4).
 
-    Args:
-        in_features: Features of the backbone.
-        out_features: Classes.
-        config: All other options.
-        device: Where to make the weights.
-        dtype: Their type.
-
-    Attributes:
-        equilibrium: The :class:`DeepOptEq`; ``head.equilibrium.solve(x)`` tells how a solve went.
-        output: The last, linear layer.
-        replaced: The layer that the head replaces, in a tuple so that it is not a submodule; may be empty.
+    ``head.equilibrium.solve(x)`` tells how a solve went. ``replaced`` holds the layer that the head replaces, in a
+    tuple so that it is not a submodule; it may be empty.
     """
 
     def __init__(
@@ -91,5 +82,4 @@ class OptEqHead(nn.Module):
         self.replaced: tuple[nn.Linear, ...] = ()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits of features ``[..., in_features]``."""
         return self.output(self.equilibrium(x))

@@ -72,14 +72,9 @@ class OptEqLayer(nn.Module):
     def linear(
         cls, state: int, inputs: int, hidden: int | None = None, *, device: Any = None, **options: Any
     ) -> "OptEqLayer":
-        """Makes a layer of vectors: ``W`` is ``hidden x state``, ``U`` is ``hidden x inputs``.
+        """Makes a layer of vectors: ``W`` is ``hidden x state`` (square by default), ``U`` is ``hidden x inputs``.
 
-        Args:
-            state: Length of ``z``.
-            inputs: Length of ``x``.
-            hidden: Rows of ``W``; by default ``state``.
-            device: Where to make the weights.
-            **options: ``activation``, ``constraint``, ``norm``, as in the constructor; and ``dtype``.
+        ``options`` are those of the constructor, and ``dtype``.
         """
         made = {"device": device, "dtype": options.pop("dtype", None)}
         hidden = state if hidden is None else hidden
@@ -100,15 +95,9 @@ class OptEqLayer(nn.Module):
     ) -> "OptEqLayer":
         """Makes a layer of feature maps; ``z`` and ``x`` have the same height and width.
 
-        Args:
-            state: Channels of ``z``.
-            inputs: Channels of ``x``.
-            hidden: Channels of ``W z``; by default ``state``.
-            kernel_size: Taps of ``W`` per dimension, an odd number.
-            inject_size: Taps of ``U`` per dimension; by default ``kernel_size``.
-            stride: The stride of both; hidden features may have a lower resolution than the state.
-            device: Where to make the weights.
-            **options: ``activation``, ``constraint``, ``norm``, as in the constructor; and ``dtype``.
+        ``state``, ``inputs`` and ``hidden`` (by default ``state``) count channels. ``kernel_size``, an odd number, is
+        that of ``W``, ``inject_size`` that of ``U``. With a ``stride`` of both, hidden features have a lower resolution
+        than the state. ``options`` are those of the constructor, and ``dtype``.
         """
         made = {"device": device, "dtype": options.pop("dtype", None)}
         hidden = state if hidden is None else hidden
@@ -143,11 +132,7 @@ class OptEqLayer(nn.Module):
         return self.certified_norm() if self.constraint == "aol" else project_(self.W, self.norm)
 
     def unit(self, x: Tensor, dtype: torch.dtype | None = None) -> Unit:
-        """Returns the unit for an input: a map of ``z`` alone, computed in ``dtype``.
-
-        Raises:
-            ShapeError: If ``U x`` has another size than ``W z``.
-        """
+        """Returns the unit for an input, a map of ``z`` alone; ShapeError if ``U x`` and ``W z`` differ in size."""
         dtype = dtype or torch.promote_types(self.W.weight.dtype, torch.float32)
         kernel = self.kernel().to(dtype)
         space = tuple(x.shape[-self._geometry.dims :]) if self._geometry.dims else ()
@@ -166,7 +151,6 @@ class OptEqLayer(nn.Module):
         return self.unit(x, z.dtype).step(z, alpha)
 
     def extra_repr(self) -> str:
-        """Returns what the submodules do not show."""
         return f"activation={self.prior!r}, constraint={self.constraint!r}, norm={self.norm:g}"
 
     def _injected(self, x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -16,12 +16,7 @@ from solver_plugins.prox import Prior
 
 @dataclass(frozen=True, eq=False)
 class Slope:
-    """The diagonal ``D = s'(v)`` at a point.
-
-    Attributes:
-        value: ``s(v)``.
-        derivative: ``D``; None if the prior knows it from the value.
-    """
+    """The diagonal ``D = s'(v)`` at a point, and ``s(v)``; the former is None if the prior knows it from the value."""
 
     value: Tensor
     derivative: Tensor | None
@@ -31,10 +26,7 @@ class Slope:
 class Unit:
     """``z -> W^T s(W z + c)``, the gradient of the convex ``psi(z) = 1^T S(W z + c)`` (Theorem 1).
 
-    Attributes:
-        operator: ``W``.
-        offset: ``c = U x + b``.
-        prior: The prior whose proximal map is the activation ``s``.
+    ``operator`` is ``W``, ``offset`` is ``c = U x + b``, and the proximal map of ``prior`` is the activation ``s``.
     """
 
     operator: LinearOperator
@@ -142,12 +134,7 @@ def states_of(layout: Layout, rows: Tensor, shape: torch.Size) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Regularization:
-    """A feature regulariser with its weight.
-
-    Attributes:
-        regularizer: ``R``.
-        lam: Its weight.
-    """
+    """A feature regulariser ``R`` with its weight."""
 
     regularizer: FeatureRegularizer
     lam: float
@@ -160,14 +147,10 @@ class Regularization:
 
 @dataclass(frozen=True, eq=False)
 class EquilibriumProblem:
-    """``z = T(z)``, ``T = T_R o f_L o ... o f_1`` (equations 4 and 5, section 4.1).
+    """``z = T(z)``, ``T = T_R o f_L o ... o f_1`` (equations 4 and 5, section 4.1), for a fixed input.
 
-    Attributes:
-        units: The layers for a fixed input.
-        alpha: The step ``a`` of all layers.
-        appended: A regulariser whose proximal map ``T_R`` follows the layers.
-        chosen: A regulariser by which SAM chooses among several fixed points (section 4.2).
-        channels_last: Whether states are feature maps in the memory format channels_last.
+    ``appended`` is a regulariser whose proximal map ``T_R`` follows the layers, ``chosen`` one by which SAM chooses
+    among several fixed points (section 4.2). With ``channels_last``, states are feature maps in that memory format.
     """
 
     units: tuple[Unit, ...]
@@ -244,9 +227,8 @@ class EquilibriumProblem:
 class Pull:
     """What a product ``J^T y`` leaves at each layer; linear in ``y``.
 
-    Attributes:
-        outer: ``g_l``, the gradient of the layer's output.
-        inner: ``D_l W_l g_l``; multiplied by the step ``a`` it is the gradient of ``W_l z + c_l``.
+    ``outer`` is ``g_l``, the gradient of the layer's output; ``inner`` is ``D_l W_l g_l``, which times the step ``a``
+    is the gradient of ``W_l z + c_l``.
     """
 
     outer: tuple[Tensor, ...]
@@ -257,14 +239,9 @@ class Pull:
 class Jacobian:
     """``J = J_R J_L ... J_1`` at a point, ``J_l = a W_l^T D_l W_l + (1 - a) I`` (symmetric), without gradients.
 
-    Attributes:
-        units: The layers, detached.
-        alpha: Their step.
-        slopes: ``D_l``, with the values ``s_l = s(W_l z_l + c_l)``.
-        inputs: The state ``z_l`` that each layer received; None is zero.
-        dims: The (negative) dimensions of one problem.
-        appended: ``y -> J_R^T y``.
-        channels_last: Whether all tensors have the memory format channels_last.
+    ``units`` are the layers, detached; ``slopes`` are ``D_l`` with the values ``s_l = s(W_l z_l + c_l)``, ``inputs``
+    the states ``z_l`` (None is zero), ``dims`` the (negative) dimensions of one problem, and ``appended`` is ``y ->
+    J_R^T y``.
     """
 
     units: tuple[Unit, ...]

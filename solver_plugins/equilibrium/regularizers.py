@@ -23,13 +23,8 @@ class FeatureRegularizer(abc.ABC):
     """A function ``R`` of the features, and its gradient.
 
     Write :meth:`value`. The gradient is found by autograd unless you write :meth:`gradient`. If you write :meth:`prox`,
-    the proximal map is appended instead of a gradient step.
-
-    Attributes:
-        name: The registered name.
-        tags: Words to filter by.
-        of_batch: ``R`` is a function of the whole batch. It then only acts in training, so that no prediction depends
-            on its neighbours.
+    the proximal map is appended instead of a gradient step. A function of the whole batch (``of_batch``) only acts in
+    training, so that no prediction depends on its neighbours.
     """
 
     name: ClassVar[str]
@@ -66,12 +61,7 @@ list_regularizers = FEATURE_REGULARIZERS.names
 
 
 def make_regularizer(given: str | Mapping[str, Any] | FeatureRegularizer) -> FeatureRegularizer:
-    """Makes a regulariser from its name or from ``{"name": ..., parameter: value}``; returns an instance unchanged.
-
-    Raises:
-        UnknownNameError: If no such regulariser is registered.
-        OptionError: If a parameter is unknown, or the description is of another kind.
-    """
+    """Makes a regulariser from its name or from ``{"name": ..., parameter: value}``; returns an instance unchanged."""
     if isinstance(given, FeatureRegularizer):
         return given
     parameters = {"name": given} if isinstance(given, str) else dict(given) if isinstance(given, Mapping) else {}
@@ -115,9 +105,6 @@ class L1(FeatureRegularizer):
 
     Theorem 4 needs a Lipschitz gradient, so :meth:`gradient` is that of Huber's function, ``clip(z/eps, -1, 1)``. The
     proximal map is that of the norm itself.
-
-    Args:
-        eps: Width of the smoothed part.
     """
 
     eps: float = 0.1
@@ -131,7 +118,6 @@ class L1(FeatureRegularizer):
 
     @property
     def smoothness(self) -> float:
-        """The constant of Huber's function."""
         return 1 / self.eps
 
     def value(self, z: Tensor, dims: Dims) -> Tensor:
@@ -148,11 +134,7 @@ class L1(FeatureRegularizer):
 @final
 @dataclass(frozen=True)
 class InverseNorm(FeatureRegularizer):
-    """Keeps features away from zero: R(z) = 1 / (|z|^2 + eps). Not convex.
-
-    Args:
-        eps: Bounds ``R`` by ``1 / eps``.
-    """
+    """Keeps features away from zero: R(z) = 1 / (|z|^2 + eps). Not convex."""
 
     eps: float = 1.0
 
@@ -165,7 +147,6 @@ class InverseNorm(FeatureRegularizer):
 
     @property
     def smoothness(self) -> float:
-        """The size of the curvature at zero, where it is largest."""
         return 2 / self.eps**2
 
     def value(self, z: Tensor, dims: Dims) -> Tensor:
@@ -182,9 +163,7 @@ class Decorrelation(FeatureRegularizer):
     """Decorrelates features over the batch: R(Z) = |D Z Z^T D - I|_F^2 / 2. Not convex; only acts in training.
 
     ``Z`` has a row per feature (for maps: per channel) and a column per sample and place; ``D Z`` has unit rows.
-
-    Args:
-        eps: Added to the squared length of a row, so that a feature that is zero everywhere has the gradient zero.
+    Because of ``eps``, a feature that is zero everywhere has the gradient zero.
     """
 
     eps: float = 1e-6

@@ -22,13 +22,10 @@ _TRUST = 30
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """The solution of ``y = w + J^T y``.
+    """The solution of ``y = w + J^T y``, after ``products`` products with ``J^T``.
 
-    Attributes:
-        y: The solution.
-        pull: What the product with ``J^T`` leaves at ``y``, if it is known.
-        residual: ``|w + J^T y - y| / |w + J^T y|``, one number per problem.
-        products: The number of products with ``J^T``.
+    ``pull`` is what the product leaves at ``y``, if it is known; ``residual`` is ``|w + J^T y - y| / |w + J^T y|``, one
+    number per problem.
     """
 
     y: Tensor

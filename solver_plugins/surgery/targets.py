@@ -19,19 +19,20 @@ Targets = str | Iterable[str] | Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True)
 class Target:
-    """One way to name layers.
+    """One way to name layers: ``label`` is its name in messages, ``matches`` tells by name and module what it means.
 
-    Attributes:
-        label: Its name in messages.
-        text: The name, its end, or the regular expression; None for a function.
-        matches: Whether it means a layer, by name and module.
-        whole: Whether it is a regular expression, which has to match whole names.
+    ``text`` is the name, its end, or the regular expression (None for a function); ``whole``: it has to match whole
+    names.
     """
 
     label: str
     text: str | None
     matches: Callable[[str, nn.Module], bool]
     whole: bool = False
+
+    def names(self, name: str, module: nn.Module) -> bool:
+        """Whether it means this module."""
+        return self.matches(name, module)
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class TargetList:
 
     option: str
     targets: tuple[Target, ...]
+
+    def names(self, name: str, module: nn.Module) -> bool:
+        """Whether any of the targets means a module."""
+        return any(target.matches(name, module) for target in self.targets)
 
     def meets(self, block: Block) -> bool:
         """Whether any of the targets means the block."""

@@ -11,16 +11,14 @@ from solver_plugins.equilibrium import (
     OptEqLayer,
     allowed_activation,
     antiderivative,
-    block_objective,
     deep_opteq_of,
-    envelope,
     objective,
     potential,
-    preimage,
     universal_weights,
 )
 from solver_plugins.errors import NotProximalError, OptionError
 from solver_plugins.prox import PRIORS
+from tests.equilibrium.envelopes import block_objective, envelope, preimage
 from tests.equilibrium.small import ACTIVATIONS, DOUBLE, inputs, integral, minimiser, network
 from tests.tolerances import tolerance
 
