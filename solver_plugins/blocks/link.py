@@ -30,15 +30,23 @@ from solver_plugins.blocks.shell import Shell, made_class
 Role = Literal["norm", "norm-activation", "activation"]
 """What the module at the end of a link does itself: the norm (the activation follows), both, or the activation."""
 
+
+def words(text: str) -> frozenset[str]:
+    """Returns the words of a text, the names of functions."""
+    return frozenset(text.split())
+
+
 SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "iadd"})
 SAME_NUMBERS = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", "alias", "positive"}
     | {"view_as"}
 )
-LINEAR = frozenset(
-    {"linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "baddbmm", "einsum"}
-    | {f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)}
+LINEAR = words(
+    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmm_ baddbmm addbmm einsum tensordot conv1d "
+    "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _conv_forward "
+    "multi_head_attention_forward grouped_mm _grouped_mm scaled_grouped_mm"
 )
+"""Functions that multiply by one of their arguments: given a Parameter, they are a linear layer without a module."""
 _MARKS = "_solver_plugins_marks"
 
 

@@ -39,15 +39,9 @@ _START = "_image_at_conversion"
 
 
 def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[str, Prior] | None = None) -> nn.Module:
-    """Converts a plain model as a conversion says; its weights are its own.
+    """Converts a plain model in place as a conversion says, and returns it; its weights are its own.
 
-    Args:
-        model: The model; it is converted in place.
-        conversion: What to do.
-        priors: The priors that the conversion has no name for, by the name of the layer.
-
-    Returns:
-        The model.
+    ``priors`` are those that the conversion has no name for, by the name of the layer.
 
     Raises:
         ConversionError: If the model lacks a module that the conversion names, or is converted or wrapped already, or a

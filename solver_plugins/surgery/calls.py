@@ -19,12 +19,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor that a call reads.
-
-    Attributes:
-        value: The value's id.
-        position: Index or keyword of the argument that is or contains it.
-    """
+    """A tensor that a call reads: the value's id, and the index or keyword of the argument that is or contains it."""
 
     value: int
     position: int | str
@@ -36,9 +31,6 @@ class Value:
 
     Attributes:
         id: Its place in :attr:`Record.values`.
-        kind: Where it comes from.
-        shape: Its shape.
-        dtype: Its dtype.
         producer: Index of the call that computed it; None if the forward pass was given it or created it from nothing.
         consumers: Indices of the calls that read it, in order; a call that reads it twice is listed twice.
         is_output: Whether the model returns it.
@@ -67,8 +59,7 @@ class Call:
         function: The function as torch knows it, or None. It is also None for "written_through_view": a write that
             reached a tensor through another one that shares its memory.
         scope: Name of the innermost module around the call that is not itself a step.
-        args: Positional arguments, with :class:`Ref` in place of tensors.
-        kwargs: Keyword arguments, with the same references.
+        args: Positional arguments, with :class:`Ref` in place of tensors; likewise ``kwargs``.
         inputs: The tensors read.
         outputs: Ids of the values written, those changed in place included.
         parameters: Names of the Parameters read by a function, directly or through a computation from them alone.

@@ -47,14 +47,9 @@ def to_own(tensor: Tensor) -> Tensor:
 
 
 def clone(model: nn.Module, replace: Replace) -> tuple[nn.Module, dict[nn.Module, nn.Module]]:
-    """Copies a module tree.
+    """Copies a module tree; returns the copy, and for each of its modules the original.
 
-    Args:
-        model: The model; it is only read.
-        replace: Returns the tensor that stands in for another one. It is called once per tensor, so sharing survives.
-
-    Returns:
-        The copy, and for each of its modules the original.
+    ``replace`` returns the tensor that stands in for another one. It is called once per tensor, so sharing survives.
     """
     memo: dict[int, Any] = {}
     pairs: list[tuple[nn.Module, nn.Module]] = []

@@ -31,28 +31,15 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class Composite:
-    """An activation that takes several operations.
-
-    Attributes:
-        label: What it is.
-        reason: Why it is not a proximal map, or why that is not known.
-        calls: Its operations.
-        output: The value that it ends in.
-    """
+    """An activation that takes several operations: what it is, and why it is not known to be a proximal map."""
 
     label: str
     reason: str
     calls: tuple[int, ...]
-    output: int
 
 
 def find_composite(graph: Graph, value: int) -> Composite | None:
-    """Finds elementwise operations that start at a value, read nothing else, and end in one value.
-
-    Args:
-        graph: The record.
-        value: A value with several readers.
-    """
+    """Finds elementwise operations that start at a value with several readers, read nothing else, and end in one."""
     record = graph.record
     inside: set[int] = {value}
     taken: list[int] = []
@@ -69,7 +56,7 @@ def find_composite(graph: Graph, value: int) -> Composite | None:
             v for v in inside if record.values[v].is_output or any(r.index not in taken for r in graph.readers(v))
         }
         if len(open_values) == 1 and call.outputs[0] in open_values and len(taken) > 1:
-            return _named(graph, tuple(taken), call.outputs[0])
+            return _named(graph, tuple(taken))
     return None
 
 
@@ -77,15 +64,15 @@ def _elementwise(graph: Graph, call: Call) -> bool:
     return call.name in _ELEMENTWISE or graph.kind(call) in ("shape", "activation")
 
 
-def _named(graph: Graph, calls: tuple[int, ...], output: int) -> Composite:
+def _named(graph: Graph, calls: tuple[int, ...]) -> Composite:
     names = [graph.record.calls[index].name.strip("_") for index in calls]
     product = any(name in ("mul", "rmul", "imul") for name in names)
     label = next((label for needed, label in _KNOWN if product and needed <= set(names)), None)
     if label is not None:
         reason = f"{label} is written out in {len(calls)} operations; it is not monotone, and every proximal map is."
-        return Composite(f"{label}, written out", reason, calls, output)
+        return Composite(f"{label}, written out", reason, calls)
     reason = (
         f"The activation is written out in {len(calls)} operations ({', '.join(dict.fromkeys(names))}), and it is not "
         "known whether they are a proximal map; put them in a module and declare that with declare_activation."
     )
-    return Composite("written out", reason, calls, output)
+    return Composite("written out", reason, calls)

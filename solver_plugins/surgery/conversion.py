@@ -85,11 +85,7 @@ class Conversion(StrictConfig):
         return named.union(self.passed_over, self.routed, (path.rpartition(".")[0] for path in self.rates))
 
     def options(self) -> dict[str, Any]:
-        """Returns the conversion as plain JSON-ready values.
-
-        Raises:
-            ConversionError: If a prior is a function of the user's, which has no name.
-        """
+        """Returns the conversion as plain JSON-ready values; raises ConversionError for a prior that has no name."""
         for block in self.blocks:
             if block.prior is None:
                 raise ConversionError(f"{block.layer}: its prior has no registered name, so it cannot be written down.")
@@ -101,17 +97,11 @@ def record_block(
 ) -> BlockRecord:
     """Writes one block down; a prior without a registered name, or with other parameters than numbers, is left out."""
     parameters = None if partner is not None or prior.learnable else _parameters(prior)
+    name = prior.name if partner is not None or parameters is not None else None
     return BlockRecord(
-        layer=layer,
-        outlet=outlet,
-        role=role,
-        solver=solver.name,
-        settings=solver.config.options(),
-        prior=prior.name if partner is not None or parameters is not None else None,
-        parameters=parameters or {},
-        partner=partner,
-        **more,
-    )
+        layer=layer, outlet=outlet, role=role, solver=solver.name, settings=solver.config.options(), prior=name,
+        parameters=parameters or {}, partner=partner, **more,
+    )  # fmt: skip
 
 
 def _parameters(prior: Prior) -> dict[str, Any] | None:

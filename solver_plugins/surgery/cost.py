@@ -1,7 +1,7 @@
-"""What a solve costs, counted by running it on tensors without data, which computes nothing but counts every product.
+"""What a solve costs: it runs on tensors without data, which computes nothing but counts every product.
 
-So the numbers are right for every registered solver, including a user's own. A sampling solver
-multiplies by masks, so its products are those of the whole layer, however few features it draws.
+So the numbers are right for every registered solver, including a user's own. A sampling solver multiplies by masks, so
+its products are those of the whole layer, however few features it draws.
 """
 
 import math
@@ -90,17 +90,9 @@ def cost_of(
     """
     kernel, geometry = read_layer(layer)
     problem = _Problem(
-        tuple(kernel.shape),
-        kernel.dtype,
-        geometry,
-        tuple(input_shape),
-        repr(solver),
-        repr(prior),
-        behind,
-        normed,
-        gate,
-        backward,
-    )
+        tuple(kernel.shape), kernel.dtype, geometry, tuple(input_shape), repr(solver), repr(prior), behind, normed,
+        gate, backward,
+    )  # fmt: skip
     if problem not in _KNOWN:
         _KNOWN[problem] = _counted(problem, solver, prior)
     return _KNOWN[problem]

@@ -7,7 +7,7 @@ from typing import Literal
 
 from torch import nn
 
-from solver_plugins.surgery import kinds
+from solver_plugins.surgery.kinds import function_kind, module_kind
 from solver_plugins.surgery.record import Call, Record
 
 CallKind = Literal["linear", "norm", "dropout", "droppath", "activation", "shape", "add", "other"]
@@ -27,14 +27,10 @@ _AS = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "to"})
 
 @dataclass(frozen=True)
 class Step:
-    """What comes after a value.
+    """What comes after a value: ``call`` is the only one that reads it, or None, and ``readers`` are all that do.
 
-    Attributes:
-        value: The value that the next call reads; it holds the same numbers as the one asked about.
-        call: The only call that reads it, or None.
-        readers: All calls that read it.
-        reshaped: Whether shape operations were skipped on the way.
-        is_output: Whether the model returns it.
+    ``value`` is what the next call reads; it holds the same numbers as the one asked about. ``reshaped``: shape
+    operations were skipped on the way. ``is_output``: the model returns it.
     """
 
     value: int
@@ -48,10 +44,8 @@ class Step:
 class Rate:
     """Where a functional dropout has its rate from.
 
-    Attributes:
-        attribute: The path of the attribute that gives it; None if a solver cannot take it over.
-        sites: How many calls that attribute steers in one forward pass.
-        problem: Why a solver cannot take it over.
+    ``attribute`` is the path of the attribute that gives it, which steers ``sites`` calls in one forward pass; without
+    one, a solver cannot take it over, and ``problem`` says why.
     """
 
     attribute: str | None = None
@@ -62,9 +56,8 @@ class Rate:
 class Graph:
     """A record with the questions that the matcher asks of it.
 
-    Args:
-        record: The record.
-        rates: Where functional dropouts have their rates from, as far as that is known, by the index of their call.
+    ``rates`` tells, as far as that is known, where functional dropouts have their rates from, by the index of their
+    call.
     """
 
     def __init__(self, record: Record, rates: Mapping[int, Rate] | None = None):
@@ -84,17 +77,10 @@ class Graph:
 
     def _find_kind(self, call: Call) -> CallKind:
         if call.module is not None:
-            kind = kinds.module_kind(call.module) or "other"
+            kind = module_kind(call.module) or "other"
             return "shape" if kind in ("dropout", "droppath") and self.rate(call) == 0 else kind
-        if call.function is None:
-            return "other"
-        if kinds.is_dropout_function(call.function):
-            return "shape" if self.rate(call) == 0 else "dropout"
-        if kinds.is_shape_function(call.function):
-            return "shape"
-        if kinds.is_activation_function(call.function):
-            return "activation"
-        return "add" if kinds.is_add_function(call.function) else "other"
+        does = "other" if call.function is None else function_kind(call.function)
+        return "shape" if does == "dropout" and self.rate(call) == 0 else does
 
     def rate(self, call: Call) -> float:
         """Returns the rate of a dropout or DropPath in training; zero for a function called with training=False."""
@@ -129,13 +115,10 @@ class Graph:
 
     def reaches_output(self, value: int) -> bool:
         """Whether the model returns a value, perhaps reshaped, indexed, or averaged over several heads."""
-        while True:
-            step = self.follow(value)
-            if step.is_output:
-                return True
-            if step.call is None or not step.call.outputs or not self._reads_out(step.call):
-                return False
-            value = step.call.outputs[0]
+        step = self.follow(value)
+        while not step.is_output and step.call is not None and step.call.outputs and self._reads_out(step.call):
+            step = self.follow(step.call.outputs[0])
+        return step.is_output
 
     def _reads_out(self, call: Call) -> bool:
         """Whether a call only indexes, scales or sums the outputs of classifiers."""
@@ -168,8 +151,7 @@ class Graph:
     def back(self, value: int) -> tuple[Call | None, int]:
         """Goes back from a value over shape operations to the first other call.
 
-        Returns:
-            That call, and the largest number of readers that any value on the way has; the model's caller counts.
+        It also returns the largest number of readers that any value on the way has; the model's caller counts.
         """
         most = 0
         while True:
@@ -213,9 +195,7 @@ class Graph:
     def source(self, value: int) -> str:
         """Returns the name of what computes a value, for reports."""
         call, _ = self.back(value)
-        if call is None:
-            return self.record.values[value].kind
-        return self.label(call)
+        return self.record.values[value].kind if call is None else self.label(call)
 
     def label(self, call: Call) -> str:
         """Returns how reports call a step."""

@@ -25,12 +25,7 @@ _HELP = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """Arguments of a forward pass.
-
-    Attributes:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-    """
+    """Arguments of a forward pass."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -53,11 +48,7 @@ def _moved(thing: Any, device: torch.device) -> Any:
 
 
 def read_inputs(given: Any) -> Inputs:
-    """Reads example inputs as users give them.
-
-    Raises:
-        RecordError: If they are not a tensor, a tuple or a mapping.
-    """
+    """Reads example inputs as users give them; raises RecordError if they are not a tensor, a tuple or a mapping."""
     if isinstance(given, Inputs):
         return given
     if isinstance(given, Tensor):
@@ -85,9 +76,7 @@ def example_inputs_for(model: nn.Module) -> Inputs:
 def candidate_inputs(model: nn.Module, small: bool = False) -> Iterator[Inputs]:
     """Yields inputs to try, the likeliest first; raises like :func:`example_inputs_for`.
 
-    Args:
-        model: The model.
-        small: Whether small images come first if the model takes several sizes, for a pass that computes something.
+    With ``small``, small images come first if the model takes several sizes, for a pass that computes something.
     """
     found = False
     for made in _candidates(model, small):

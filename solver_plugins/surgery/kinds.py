@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from solver_plugins.blocks.link import SUMS
+from solver_plugins.blocks.link import LINEAR, SUMS, words
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators.layers import LAYERS
 from solver_plugins.prox import prox_for
@@ -26,30 +26,19 @@ _NORM_NAME = re.compile(r"Norm|InplaceAbn|InPlaceABN")
 _DROPPATH_NAME = re.compile(r"(DropPath|StochasticDepth)$")
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_SHAPE_FUNCTIONS = _words(
+_SHAPE_FUNCTIONS = words(
     "view reshape flatten unflatten ravel permute transpose t T mT H mH contiguous squeeze unsqueeze view_as "
     "reshape_as movedim moveaxis swapaxes swapdims to type type_as float double half bfloat16 clone alias _to_copy "
     "_unsafe_view positive __pos__"
 )
 """Functions that move the numbers of their first argument around, or store them in another dtype."""
-
-_DROPOUT_FUNCTIONS = _words(
+_DROPOUT_FUNCTIONS = words(
     "dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout"
 )
-_LINEAR_FUNCTIONS = _words(
-    "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmm_ baddbmm addbmm einsum tensordot "
-    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _conv_forward "
-    "multi_head_attention_forward grouped_mm _grouped_mm scaled_grouped_mm"
-)
-"""Functions that multiply by one of their arguments: given a Parameter, they are a linear layer without a module."""
 
 
 def linear_like(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of any sort, readable by the package or not."""
+    """Whether a module is a linear layer of any sort, whether the package can read it or not."""
     if isinstance(module, _TRANSPOSED):
         return True
     return any(f"{base.__module__}.{base.__qualname__}" in LAYERS for base in type(module).__mro__)
@@ -104,24 +93,21 @@ def function_name(function: Callable[..., Any]) -> str:
     return str(name).partition(".")[0]
 
 
-def is_shape_function(function: Callable[..., Any]) -> bool:
-    """Whether a function only moves numbers around or stores them in another dtype."""
-    return function_name(function) in _SHAPE_FUNCTIONS
-
-
-def is_dropout_function(function: Callable[..., Any]) -> bool:
-    """Whether a function is a dropout."""
-    return function_name(function) in _DROPOUT_FUNCTIONS
-
-
-def is_add_function(function: Callable[..., Any]) -> bool:
-    """Whether a function adds two tensors."""
-    return function_name(function) in SUMS
-
-
 def is_linear_function(function: Callable[..., Any]) -> bool:
     """Whether a function multiplies by one of its arguments."""
-    return function_name(function) in _LINEAR_FUNCTIONS
+    return function_name(function) in LINEAR
+
+
+def function_kind(function: Callable[..., Any]) -> Literal["dropout", "shape", "activation", "add", "other"]:
+    """Returns what a function does; a "shape" function only moves numbers around or stores them in another dtype."""
+    name = function_name(function)
+    if name in _DROPOUT_FUNCTIONS:
+        return "dropout"
+    if name in _SHAPE_FUNCTIONS:
+        return "shape"
+    if _is_activation_function(function):
+        return "activation"
+    return "add" if name in SUMS else "other"
 
 
 def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,7 +117,7 @@ def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def is_activation_function(function: Callable[..., Any]) -> bool:
+def _is_activation_function(function: Callable[..., Any]) -> bool:
     """Whether a function is known to be a proximal map, or known not to be one."""
     try:
         known = function in FUNCTIONS or function in REJECTED_FUNCTIONS

@@ -36,13 +36,8 @@ class _Uses:
 def match(record: Record, model: nn.Module, rates: Mapping[int, Rate] | None = None) -> list[Block]:
     """Returns one row for every linear layer, and for every weight that is multiplied by without a layer.
 
-    Args:
-        record: A record of the model.
-        model: The model.
-        rates: Where functional dropouts have their rates from, where that has been looked for.
-
-    Returns:
-        The blocks in the order in which the model comes to them; layers that it never comes to are last.
+    ``rates`` tells where functional dropouts have their rates from, where that has been looked for. The blocks are in
+    the order in which the model comes to them; layers that it never comes to are last.
     """
     graph = Graph(record, rates)
     modules = dict(model.named_modules())

@@ -45,11 +45,8 @@ def refuse_quantized(model: nn.Module) -> None:
 class LiveEntry:
     """The entry in a converted model's config. It reads the conversion off the model whenever the config is written.
 
-    Gains and blends change after the conversion, so a text written then would be out of date.
-
-    Args:
-        model: The converted model.
-        written: Returns its conversion as plain data.
+    Gains and blends change after the conversion, so a text written then would be out of date. ``written`` returns the
+    conversion of a model as plain data.
     """
 
     quant_method = QUANT_METHOD

@@ -20,6 +20,8 @@ Pattern = Literal[
     "linear",
 ]
 PATTERNS: tuple[Pattern, ...] = Pattern.__args__  # type: ignore[attr-defined]
+SCALE_PATTERNS: tuple[Pattern, ...] = ("linear-norm-act", "linear-norm-skip-act", "linear-skip-act")
+"""Patterns that change the scale of a pretrained network at more than one iteration."""
 Samples = Literal["nothing", "inputs", "outputs"]
 """What a solver draws at random: nothing, input features, or output features."""
 CALLED: dict[Samples, str] = {"nothing": "deterministic", "inputs": "sampling", "outputs": "coordinate"}
@@ -30,11 +32,9 @@ Ownership = Literal["private", "shared", "functional"]
 
 @dataclass(frozen=True)
 class DropoutPart:
-    """The dropout of a block.
+    """The dropout of a block; a function has no name and no module.
 
     Attributes:
-        name: The module's name; None for a function.
-        module: The module; None for a function.
         p: Its rate, which is above zero: a dropout at rate zero is not a part.
         ownership: "shared" if some call of it does not belong to this block.
         sites: How often it is called in one forward pass.
@@ -61,12 +61,8 @@ class DropoutPart:
 class NormPart:
     """The norm of a block, which is folded into the linear map as a diagonal.
 
-    Attributes:
-        name: The module's name.
-        module: The module.
-        kind: Name of its class.
-        statistics: Which ones it uses in training: those of the "batch", or "running" ones that never change.
-        holds_activation: Whether the activation is part of the same module (timm's BatchNormAct2d).
+    ``statistics`` are those that it uses in training: of the "batch", or "running" ones that never change. The
+    activation may be part of the same module (timm's BatchNormAct2d): ``holds_activation``.
     """
 
     name: str
@@ -78,14 +74,7 @@ class NormPart:
 
 @dataclass(frozen=True)
 class SkipPart:
-    """What is added before the activation.
-
-    Attributes:
-        value: Id of the other summand.
-        operand: Which argument of the sum it is.
-        call: Index of the sum.
-        source: Name of what computes it, for reports.
-    """
+    """What is added before the activation: the other summand, in which argument of which call, and what computes it."""
 
     value: int
     operand: int
@@ -99,11 +88,9 @@ class ActivationPart:
 
     Attributes:
         label: What it is, for reports.
-        name: The module's name; None for a function.
-        module: The module; None for a function.
+        name: The module's name; None for a function, as is the module.
         function: The function; None for a module, and for an activation written out in several operations.
-        args: Positional arguments after the input.
-        kwargs: Keyword arguments.
+        args: Arguments after the input; likewise ``kwargs``.
         ownership: "shared" if the module is also called elsewhere.
         sites: How often it is called in one forward pass.
         calls: Indices of its calls in this block.
@@ -127,12 +114,9 @@ class Surroundings:
     Attributes:
         pattern: The longest pattern that the layer is part of.
         dropout: The dropout before the layer (or behind it: ``linear-dropout-act``).
-        norm: The folded norm.
         skip: What is added before the activation.
-        activation: The activation.
-        prior: The prior whose proximal map is the activation; that of the identity if there is no activation; None if
-            the activation is not a proximal map.
-        nonprox_reason: Why it is not.
+        prior: The prior whose proximal map is the activation; that of the identity if there is no activation; None,
+            with a ``nonprox_reason``, if the activation is not a proximal map.
         outlet: Where the solver's result comes out: the linear layer, the norm, or the activation.
         is_last: Whether the model returns the layer's output: the classifier.
         feeds_last: Whether the classifier reads its activation: the hidden layer of a head.
@@ -174,11 +158,10 @@ class Surroundings:
 
 @dataclass
 class Block(Surroundings):
-    """One linear layer of a model and what surrounds it.
+    """One linear layer of a model, or a weight that belongs to no layer (with the module that holds it).
 
     Attributes:
-        name: The layer's name, or the Parameter's if a weight belongs to no layer.
-        module: The layer, or the module that holds the Parameter.
+        name: The layer's name, or the Parameter's.
         input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
         output_shape: Shape of its output.
         aliases: Further names of the layer.

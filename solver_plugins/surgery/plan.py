@@ -23,12 +23,8 @@ from solver_plugins.surgery.spec import ConversionSpec
 class Plan:
     """What a conversion will do.
 
-    Attributes:
-        spec: What was asked for.
-        blocks: All blocks of the model.
-        selection: Which of them are converted, and why the others are not.
-        conversion: The same as data, for :func:`~solver_plugins.surgery.apply.apply_conversion`.
-        priors: The priors without a registered name, which data cannot hold, by the name of the layer.
+    ``selection`` tells which blocks are converted, and why the others are not; ``conversion`` is the same as data, and
+    ``priors`` has the priors without a registered name, which data cannot hold, by the name of the layer.
     """
 
     spec: ConversionSpec
@@ -43,12 +39,7 @@ class Plan:
 
 
 def plan_conversion(model: nn.Module, spec: ConversionSpec, example_inputs: Any = None) -> Plan:
-    """Walks a model and decides what :func:`convert_model` would do.
-
-    Args:
-        model: The model; it is left as it is.
-        spec: What is asked for.
-        example_inputs: A tensor, tuple or mapping for the recorded forward pass.
+    """Walks a model, which is left as it is, and decides what :func:`convert_model` would do.
 
     Raises:
         ConversionError: If the model is wrapped, quantised or converted already.

@@ -43,11 +43,7 @@ class Printable:
         return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
 
     def table(self, width: int | None = None) -> "Group":
-        """Returns what ``print`` shows as something that rich can print.
-
-        Args:
-            width: Columns to use; those of the terminal by default.
-        """
+        """Returns what ``print`` shows as something that rich can print, ``width`` columns wide."""
         from rich.console import Group
 
         return Group(*self.parts(_width() if width is None else width))
@@ -99,9 +95,7 @@ def sentence(text: str, style: str = "", indent: int = 0) -> "RenderableType":
 
 def number(value: float | None, digits: int = 3) -> str:
     """Returns a number with few digits; nothing for None."""
-    if value is None:
-        return ""
-    return f"{value:.{digits}g}"
+    return "" if value is None else f"{value:.{digits}g}"
 
 
 def rate(p: float | None, tau: int | None) -> str:
@@ -111,10 +105,8 @@ def rate(p: float | None, tau: int | None) -> str:
     return str(tau) if p is None else f"{number(p)}, {tau}"
 
 
-def amount(value: float | None, unit: str = "") -> str:
+def amount(value: float, unit: str = "") -> str:
     """Returns a large number with a prefix: 1.2G, 340k."""
-    if value is None:
-        return ""
     for prefix, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= 0.9995 * size:
             return f"{value / size:.3g}{prefix}{unit}"

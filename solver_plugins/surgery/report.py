@@ -16,7 +16,7 @@ from solver_plugins.surgery.cost import plain_flops
 from solver_plugins.surgery.errors import changes_scale, naming
 from solver_plugins.surgery.inputs import read_inputs
 from solver_plugins.surgery.named_inputs import BATCH
-from solver_plugins.surgery.parts import Block
+from solver_plugins.surgery.parts import SCALE_PATTERNS, Block
 from solver_plugins.surgery.plan import Plan, plan_conversion
 from solver_plugins.surgery.printing import (
     ROOMY,
@@ -38,7 +38,6 @@ from solver_plugins.surgery.suggest import Suggestion, block_cost, shown_suggest
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-SCALE_PATTERNS = ("linear-norm-act", "linear-norm-skip-act", "linear-skip-act")
 COLUMNS = {
     "p, tau": "p, tau: the rate, and how many features are drawn at it.",
     "L": "L: a certified bound on the largest eigenvalue of A A^T, which the step is made from.",
@@ -61,14 +60,8 @@ class LayerRow:
     """One layer of the report.
 
     Attributes:
-        name: The layer's name.
-        layer: Its class.
-        pattern: The pattern that it is part of.
-        converted: Whether it would be converted.
-        reason: Why not, or what else is worth knowing.
+        reason: Why it is not converted, or what else is worth knowing.
         input_shape: Of the recorded pass.
-        output_shape: Of the recorded pass.
-        activation: The activation that follows it.
         prior: The prior whose proximal map the activation is.
         outlet: Where the solver's result comes out: the layer, its norm, or its activation.
         p: The rate that a sampling solver samples at.
@@ -110,15 +103,7 @@ class LayerRow:
 
 @dataclass(frozen=True, repr=False)
 class Report(Printable):
-    """What :func:`inspect_model` found; ``print`` it, or take ``to_dict()``.
-
-    Attributes:
-        model: The model's class.
-        spec: What was asked for.
-        rows: One per linear layer, in the order of the model.
-        warnings: What to know before converting.
-        suggestions: Which layers are worth converting, where that was asked for.
-    """
+    """What :func:`inspect_model` found, one row per linear layer; ``print`` it, or take ``to_dict()``."""
 
     model: str
     spec: ConversionSpec
@@ -128,7 +113,6 @@ class Report(Printable):
 
     @property
     def solver(self) -> str:
-        """The solver's registered name."""
         return self.spec.solver
 
     @property
@@ -138,7 +122,6 @@ class Report(Printable):
 
     @property
     def converted(self) -> list[LayerRow]:
-        """The rows of layers that would be converted."""
         return [row for row in self.rows if row.converted]
 
     @property
@@ -160,7 +143,6 @@ class Report(Printable):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data, with totals."""
         return {
             "model": self.model,
             "spec": self.spec.options() if self.spec.storable else None,
@@ -173,14 +155,12 @@ class Report(Printable):
         }
 
     def headline(self) -> str:
-        """Returns the report in one line."""
         return (
             f"{self.model}: {len(self.converted)} of {len(self.rows)} layers become {self.solver}, "
             f"iters={self.options['iters']}"
         )
 
     def parts(self, width: int) -> "list[RenderableType]":
-        """Returns the headline, the table of blocks, totals, warnings, and why other layers are left alone."""
         shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
         if self.converted:
             shown += [_table(self.converted, width), sentence(""), sentence(self._total_line())]

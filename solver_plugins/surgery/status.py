@@ -35,12 +35,8 @@ class BlockStatus:
     """One block of a converted model.
 
     Attributes:
-        name: The linear layer's name.
         outlet: Where the solver's result comes out.
         role: What that is: the "layer", or its "norm", "norm-activation" or "activation".
-        solver: The solver's registered name.
-        iters: Its proximal steps.
-        prior: The prior of its activation.
         p: The rate that it samples at.
         tau: How many features that is.
         effective_rate: The dropout rate with the same noise; see :func:`solver_plugins.effective_rate`. None without a
@@ -55,8 +51,8 @@ class BlockStatus:
         gate: Mean of the gates, if there are any: 0 is the plain layer, 1 the solver.
         residual: What the last implicit solve left.
         calls: How often the block solved in the pass; None without a batch. The worst of several solves is reported.
-        objective_first: ``F + g`` after the first iteration, mean over the batch.
-        objective_last: After the last one.
+        objective_first: ``F + g`` after the first iteration, mean over the batch; ``objective_last`` after the last
+            one.
         last_residual: Relative size of a further step, the largest of the batch.
         scale: Standard deviation of the block's output over that of the plain layers' output.
         verdict: "converged", "descends", "rises", "not finite", "one step", or "not called".
@@ -92,13 +88,7 @@ class BlockStatus:
 
 @dataclass(frozen=True, repr=False)
 class SolverReport(Printable):
-    """What :func:`solver_report` found; ``print`` it, or take ``to_dict()``.
-
-    Attributes:
-        model: The model's class.
-        training: Whether it was in training mode.
-        blocks: One row per block, in the order of the model.
-    """
+    """What :func:`solver_report` found, one row per block; ``print`` it, or take ``to_dict()``."""
 
     model: str
     training: bool
@@ -132,7 +122,6 @@ class SolverReport(Printable):
         return tuple(lines)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the report as plain data."""
         return {
             "model": self.model,
             "training": self.training,
@@ -146,13 +135,11 @@ class SolverReport(Printable):
         }
 
     def headline(self) -> str:
-        """Returns the report in one line."""
         kinds = dict.fromkeys(f"{block.solver}, iters={block.iters}" for block in self.blocks)
         count = f"{len(self.blocks)} solver block{'s' if len(self.blocks) > 1 else ''}"
         return f"{self.model}: {count} ({'; '.join(kinds)}), {'training' if self.training else 'evaluation'} mode"
 
     def parts(self, width: int) -> "list[RenderableType]":
-        """Returns headline, table and warnings."""
         shown: list[RenderableType] = [sentence(self.headline(), "bold"), sentence("")]
         shown += [_table(self.blocks, width), sentence("")]
         shown += [sentence(f"Warning: {text}", "yellow") for text in self.warnings]

@@ -12,7 +12,7 @@ from solver_plugins.solve import ProxGD, Solver
 from solver_plugins.solve.layout import is_matrix
 from solver_plugins.surgery.cost import Cost, cost_of
 from solver_plugins.surgery.errors import listed, option
-from solver_plugins.surgery.parts import Block
+from solver_plugins.surgery.parts import SCALE_PATTERNS, Block
 from solver_plugins.surgery.plan import Plan
 from solver_plugins.surgery.printing import number, sentence, without_numbers
 from solver_plugins.surgery.select import HEAD_RATE, Chosen, select
@@ -20,8 +20,6 @@ from solver_plugins.surgery.spec import ConversionSpec
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-_NORMED = ("linear-norm-act", "linear-norm-skip-act", "linear-skip-act")
 
 
 @dataclass(frozen=True)
@@ -91,26 +89,22 @@ def shown_suggestions(suggestions: Sequence[Suggestion]) -> "list[RenderableType
 def _kind(block: Block) -> str:
     if block.is_last:
         return "classifier"
-    if block.pattern in _NORMED:
+    if block.pattern in SCALE_PATTERNS:
         return "norm or skip"
     return "no prior" if isinstance(block.prior, IdentityPrior) else "prior"
 
 
 def _suggestion(kind: str, chosen: Sequence[Chosen], spec: ConversionSpec, warning: str | None) -> Suggestion:
-    plain = training = evaluation = 0
-    merges = True
+    sums, merges = [0, 0, 0], True
     for one in chosen:
         solver, calls = spec.make_solver(one.p), max(1, len(one.block.calls))
         cost = block_cost(one.block, solver)
         affine = _affine(one.block, solver)
         rule = ProxGD.from_options(iters=spec.iters) if solver.samples != "nothing" else solver
         later = cost.plain if affine else block_cost(one.block, rule).solver
-        plain, training, evaluation = (
-            plain + cost.plain * calls,
-            training + cost.solver * calls,
-            evaluation + later * calls,
-        )
+        sums = [total + calls * part for total, part in zip(sums, (cost.plain, cost.solver, later), strict=True)]
         merges = merges and affine and one.block.outlet != "activation"
+    plain, training, evaluation = sums
     names = tuple(one.block.name for one in chosen)
     why = {
         "default": "what the solver takes by itself" if warning is None else "the head, as no dropout is live",

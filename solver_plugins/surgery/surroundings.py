@@ -1,6 +1,5 @@
 """What stands around one call of a linear layer: the longest pattern, its parts, and why no longer one matched."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -30,13 +29,8 @@ def _layer(graph: Graph, found: Surroundings) -> Call:
     return graph.record.calls[found.calls[0]]
 
 
-@dataclass(frozen=True)
-class _Found:
-    """An activation that reads a value alone."""
-
-    part: ActivationPart
-    prior: Prior | None
-    reason: str | None
+_Found = tuple[ActivationPart, Prior | None, str | None]
+"""An activation that reads a value alone, its prior, and why it has none."""
 
 
 def surroundings_of(graph: Graph, call: Call) -> Surroundings:
@@ -99,12 +93,10 @@ def _take_activation(graph: Graph, found: Surroundings, step: Step, pattern: Pat
     activation = _activation_at(graph, step)
     if activation is None:
         return False
-    found.pattern, found.activation = pattern, activation.part
-    found.prior, found.nonprox_reason = activation.prior, activation.reason
+    found.pattern, (found.activation, found.prior, found.nonprox_reason) = pattern, activation
     other = _other_axis(graph, found, step)
     if other is not None:
-        found.prior = None
-        found.nonprox_reason = f"{activation.part.label} {other}"
+        found.prior, found.nonprox_reason = None, f"{found.activation.label} {other}"
     return True
 
 
@@ -126,7 +118,7 @@ def _activation_at(graph: Graph, step: Step) -> _Found | None:
         if composite is None:
             return None
         part = ActivationPart(composite.label, None, None, None, (), {}, "functional", 1, composite.calls)
-        return _Found(part, None, composite.reason)
+        return part, None, composite.reason
     call = step.call
     # A value may also be read as a bound of a clamp.
     if graph.kind(call) != "activation" or any(
@@ -147,8 +139,8 @@ def _activation_at(graph: Graph, step: Step) -> _Found | None:
         part = ActivationPart(label, None, None, call.function, args, kwargs, "functional", 1, (call.index,))
         prior, reason = _prior_of(call.function, *args, **kwargs)
     if prior is not None and step.reshaped and _needs_axis(prior):
-        return _Found(part, None, f"{label} acts along an axis, and shape operations before it move the axes.")
-    return _Found(part, prior, reason)
+        return part, None, f"{label} acts along an axis, and shape operations before it move the axes."
+    return part, prior, reason
 
 
 def _prior_of(activation: Any, *args: Any, **kwargs: Any) -> tuple[Prior | None, str | None]:

@@ -39,10 +39,8 @@ class _Seen:
 class Tracer:
     """Writes the calls of one forward pass.
 
-    Args:
-        originals: For each module of the copy that runs, the model's own module.
-        names: For each of the model's modules its first name.
-        tensors: For each Parameter and buffer of the copy, by ``id``, its kind and name.
+    ``originals`` has the model's own module for each module of the copy that runs, ``names`` the first name of each of
+    these, and ``tensors`` the kind and name of each Parameter and buffer of the copy, by ``id``.
     """
 
     def __init__(
@@ -92,8 +90,10 @@ class Tracer:
         for tensor in tensors_in(thing):
             self.values[self._value_of(tensor)].is_output = True
 
-    def step(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Calls a function and records it."""
+    def see(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a function, and records it unless it is called inside of a step."""
+        if self.busy:
+            return function(*args, **kwargs)
         with torch._C.DisableTorchFunction():
             seen = self._see(args, kwargs)
         self.busy = True
@@ -154,30 +154,21 @@ class Tracer:
         inputs = seen.inputs
         if not inputs:  # torch.zeros and the like: the tensor is found where it is used
             return
-        index = len(self.calls)
         sources = [self.values[argument.value] for argument in inputs]
         parameters = tuple(dict.fromkeys(name for source in sources for name in source.parameters))
         only = parameters if all(source.parameters or source.kind == "constant" for source in sources) else ()
-        outputs = tuple(self._new_value(tensor, "computed", index, only) for tensor in written)
+        outputs = tuple(self._new_value(tensor, "computed", len(self.calls), only) for tensor in written)
         for tensor, value in zip(written, outputs, strict=True):
             self._last_write[_storage(tensor)] = value
-        for source in sources:
-            source.consumers.append(index)
-        self.calls.append(
-            Call(
-                index=index,
-                kind="function" if module is None else "module",
-                name=name,
-                module=module,
-                function=function,
-                scope=self._scopes[-1] if self._scopes else "",
-                args=seen.args,
-                kwargs=seen.kwargs,
-                inputs=inputs,
-                outputs=outputs,
-                parameters=parameters,
-            )
-        )
+        self._append(name, module, function, seen.args, seen.kwargs, inputs, outputs, parameters)
+
+    def _append(self, name: str, module: nn.Module | None, function: Callable[..., Any] | None, *rest: Any) -> None:
+        """Adds a call; the rest is its arguments, inputs, outputs and Parameters."""
+        index, scope = len(self.calls), self._scopes[-1] if self._scopes else ""
+        made = Call(index, "function" if module is None else "module", name, module, function, scope, *rest)
+        for argument in made.inputs:
+            self.values[argument.value].consumers.append(index)
+        self.calls.append(made)
 
     def _new_value(
         self, tensor: Tensor, kind: ValueKind, producer: int | None = None, parameters: tuple[str, ...] = ()
@@ -199,15 +190,10 @@ class Tracer:
             return value
         # Something else that shares the memory was written to since.
         cause = self._last_write.get(_storage(tensor), value)
-        index = len(self.calls)
         inputs = tuple(Argument(source, place) for place, source in enumerate(dict.fromkeys((value, cause))))
-        for argument in inputs:
-            self.values[argument.value].consumers.append(index)
-        changed = self._new_value(tensor, "computed", index)
-        scope = self._scopes[-1] if self._scopes else ""
+        changed = self._new_value(tensor, "computed", len(self.calls))
         refs = tuple(Ref(argument.value) for argument in inputs)
-        name = "written_through_view"
-        self.calls.append(Call(index, "function", name, None, None, scope, refs, {}, inputs, (changed,), ()))
+        self._append("written_through_view", None, None, refs, {}, inputs, (changed,), ())
         return changed
 
 
@@ -218,8 +204,7 @@ class _Functions(TorchFunctionMode):
         self.tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **kwargs) if self.tracer.busy else self.tracer.step(func, args, kwargs)
+        return self.tracer.see(func, args, kwargs or {})
 
 
 class _Operators(TorchDispatchMode):
@@ -230,8 +215,7 @@ class _Operators(TorchDispatchMode):
         self.tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        return func(*args, **kwargs) if self.tracer.busy else self.tracer.step(func, args, kwargs)
+        return self.tracer.see(func, args, kwargs or {})
 
 
 def _written(before: list[tuple[Tensor, int]], result: Any) -> list[Tensor]:

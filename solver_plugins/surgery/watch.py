@@ -24,8 +24,7 @@ class Seen:
 
     Attributes:
         smoothness: The constant whose inverse was its step.
-        first: Objective after the first iteration, averaged over the samples.
-        last: Objective after the last iteration.
+        first: Objective after the first iteration, averaged over the samples; ``last`` after the last one.
         residual: Relative size of a further step, the largest over the samples.
         plain_scale: Standard deviation of what the plain layers return.
         scale: Standard deviation of what the block returned.
@@ -86,14 +85,10 @@ class _Watch:
 
 
 def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
-    """Runs a converted model once, without gradients, in its present mode.
+    """Runs a converted model once, without gradients, in its present mode; ``batch`` is as for ``read_inputs``.
 
-    Args:
-        model: The model.
-        batch: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
-
-    Returns:
-        The solves of each converted layer in this pass, by the layer's name; empty for a layer that was not called.
+    It returns the solves of each converted layer in this pass, by the layer's name; none for a layer that was not
+    called.
 
     Raises:
         RecordError: If the batch is of another kind, or the pass fails.
