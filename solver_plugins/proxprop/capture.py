@@ -47,12 +47,10 @@ class LayerCall:
         return self.x is not None and self.x._version != self.version
 
     def input(self) -> Tensor:
-        """Returns the input of a call that is still kept."""
         assert self.x is not None
         return self.x
 
     def output_gradient(self) -> Tensor:
-        """Returns the gradient of the output of a call that is still kept."""
         assert self.d is not None
         return self.d
 
@@ -75,8 +73,6 @@ class Tally:
     """What one layer has contributed since its gradient was last empty.
 
     Attributes:
-        name: The layer's name.
-        layer: The layer.
         shape: How inputs become rows; None if the layer is only needed to find the last one.
         fold_limit: Up to this size (bytes) a Gram matrix replaces the inputs.
         parameter: The weight, if the layer shows another tensor while it runs (FSDP2).
@@ -114,11 +110,7 @@ class Tally:
         self.epoch += 1
 
     def weight(self) -> Tensor:
-        """Returns the layer's weight as the optimizer knows it.
-
-        Raises:
-            UnsupportedLayerError: If it is no longer a Parameter (pruned or parametrised since).
-        """
+        """Returns the layer's weight as the optimizer knows it; an error if it is no longer a Parameter."""
         weight = self.parameter if self.parameter is not None else self.layer._parameters.get("weight")
         if weight is None:
             raise UnsupportedLayerError(
@@ -204,7 +196,6 @@ class Listener:
         return Listener, ()
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Prepares to hear the gradient of ``output``, outside any compiled graph."""
         _UNCOMPILED[0](self, layer, args, kwargs, output)
 
     def listen(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -254,7 +245,6 @@ class CaptureState:
         skip_last: Whether to find the last layer.
         fresh: Whether a forward pass has run since the last gradient arrived.
         last: Names of the layers whose gradients came first in a backward pass: the last ones before the loss.
-        tallies: The tallies of all layers.
         task: The running backward pass, including those that it runs inside (reentrant checkpointing).
         edge: Where the gradient of the last layer's trainable weight goes.
         earlier: Tallies with calls from before this backward pass, by their weight.
@@ -294,14 +284,13 @@ class CaptureState:
 
 
 class _OutputHook:
-    """The hook on one output: it receives the gradient once per backward pass."""
+    """The hook on one output: it receives the gradient once per backward pass, and counts the call."""
 
     def __init__(self, state: Any, tally: Tally, node: Any, edge: Any):
         self.state, self.tally, self.node, self.edge = state, tally, node, edge
         self.call: LayerCall | None = None
 
     def __call__(self, d: Tensor) -> None:
-        """Counts the call that computed this output."""
         state: CaptureState | None = self.state()
         tally = self.tally
         if state is None or not state.active or not _accumulates(self.edge):

@@ -1,6 +1,5 @@
 """Chooses which layers of a model to listen to, and which to precondition."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,7 +9,7 @@ from solver_plugins.proxprop.errors import WrappedModelError
 from solver_plugins.proxprop.rows import Rows
 from solver_plugins.surgery.errors import TargetError
 from solver_plugins.surgery.kinds import linear_like
-from solver_plugins.surgery.targets import Target, Targets, read_targets
+from solver_plugins.surgery.targets import Target, TargetList, Targets, read_targets
 from solver_plugins.wrappers import COMPILED, DATA_PARALLEL, DDP, FSDP1, FSDP2, wrapper_of
 
 _INSTEAD = {DATA_PARALLEL: "DistributedDataParallel", FSDP1: "FSDP2 (fully_shard)"}
@@ -19,12 +18,7 @@ _INSTEAD = {DATA_PARALLEL: "DistributedDataParallel", FSDP1: "FSDP2 (fully_shard
 
 @dataclass(frozen=True)
 class Choice:
-    """The linear layers of a model.
-
-    Attributes:
-        all: The name, the layer, and how its input becomes rows; None if the layer is not preconditioned.
-        skipped: Why layers are not preconditioned, by name.
-    """
+    """The linear layers of a model, with how their inputs become rows (None: not preconditioned), and why not."""
 
     all: list[tuple[str, nn.Module, Rows | None]]
     skipped: dict[str, str]
@@ -39,15 +33,15 @@ def choose_layers(model: nn.Module, targets: Targets | None, exclude: Targets | 
     wanted = None if targets is None else read_targets(targets, "targets")
     unwanted = None if exclude is None else read_targets(exclude, "exclude")
     for given in (wanted, unwanted):
-        for target in given.targets if given is not None else ():
-            _check_met(target, named, given.option if given is not None else "")
+        if given is not None:
+            _check_met(given, named)
     result: list[tuple[str, nn.Module, Rows | None]] = []
     skipped: dict[str, str] = {}
     for layer, names in named.values():
         rows: Rows | None = None
-        if unwanted is not None and _met(unwanted.targets, names, layer):
+        if unwanted is not None and _met(unwanted, names, layer):
             skipped[names[0]] = "excluded"
-        elif wanted is not None and not _met(wanted.targets, names, layer):
+        elif wanted is not None and not _met(wanted, names, layer):
             skipped[names[0]] = "not among the targets"
         elif wanted is None and id(layer) in bare:
             skipped[names[0]] = f"{bare[id(layer)]} reads its weight without calling it"
@@ -101,19 +95,18 @@ def _read_directly(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def _met(targets: Iterable[Target], names: list[str], layer: nn.Module) -> bool:
-    return any(target.matches(name, layer) for target in targets for name in names)
+def _met(given: Target | TargetList, names: list[str], layer: nn.Module) -> bool:
+    return any(given.names(name, layer) for name in names)
 
 
-def _check_met(target: Target, named: dict[int, tuple[nn.Module, list[str]]], option: str) -> None:
-    if any(_met((target,), names, layer) for layer, names in named.values()):
-        return
-    names = {name for _, all_names in named.values() for name in all_names}
-    ends = {name.rpartition(".")[2] for name in names}
-    raise TargetError(
-        f"{option}: {target.label} matches no linear layer."
-        f"{did_you_mean(target.text or '', names if len(names) <= 20 else ends)}"
-    )
+def _check_met(given: TargetList, named: dict[int, tuple[nn.Module, list[str]]]) -> None:
+    known = {name for _, names in named.values() for name in names}
+    shown = known if len(known) <= 20 else {name.rpartition(".")[2] for name in known}
+    for target in given.targets:
+        if not any(_met(target, names, layer) for layer, names in named.values()):
+            raise TargetError(
+                f"{given.option}: {target.label} matches no linear layer.{did_you_mean(target.text or '', shown)}"
+            )
 
 
 def _check_biases(layers: list[tuple[str, nn.Module]]) -> None:

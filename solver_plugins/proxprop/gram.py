@@ -49,10 +49,7 @@ def gram(rows: Rows, x: Tensor, margins: Margins) -> Tensor:
 class _Border:
     """What a window gains (sign 1) or loses (-1) by moving on: ``x_{i + out}`` or ``x_i``, if not padding.
 
-    Attributes:
-        tap: The first such ``i``.
-        places: The places, counted from the first that is not padding.
-        sign: The sign.
+    ``tap`` is the first such ``i``; ``places`` are counted from the first that is not padding.
     """
 
     tap: int
@@ -61,19 +58,14 @@ class _Border:
 
     @property
     def size(self) -> int:
-        """The number of places."""
         return self.places.stop - self.places.start
 
 
 @dataclass(frozen=True)
 class _Axis:
-    """An axis along which windows without gaps move by one place.
+    """An axis along which ``out`` windows of ``taps`` places without gaps move by one place.
 
-    Attributes:
-        taps: ``k``.
-        out: The number of windows.
-        first: The first place that is not a padded zero.
-        last: The place after the last such place.
+    ``first`` is the first place that is not a padded zero, ``last`` the place after the last such place.
     """
 
     taps: int

@@ -14,11 +14,7 @@ from solver_plugins.proxprop.shared_weight import SharedWeight
 
 
 class Processes:
-    """The processes that train together; a single process needs no torch.distributed.
-
-    Args:
-        group: A process group; None is all processes, or this one if torch.distributed is not set up.
-    """
+    """The processes that train together, of a group or all of them; a single process needs no torch.distributed."""
 
     def __init__(self, group: Any = None):
         self.group = group
@@ -44,11 +40,8 @@ class Processes:
     ) -> list[LayerCall]:
         """Returns the calls of one layer in all processes.
 
-        Args:
-            mine: The calls of this process.
-            shapes: The results of :func:`shapes_of` in all processes.
-            bias: The column of the layer's bias.
-            device: The device to use.
+        ``shapes`` are the results of :func:`shapes_of` in all processes, and ``bias`` is the column of the layer's
+        bias.
         """
         if self.count == 1:
             return list(mine)
@@ -69,11 +62,8 @@ class Processes:
 
 def shapes_of(calls: Sequence[LayerCall]) -> list[tuple[Any, ...]]:
     """Returns what another process has to know to receive these calls."""
-    return [
-        (tuple(one.x.shape), one.x.dtype, tuple(one.d.shape), one.d.dtype, one.rows)
-        for one in calls
-        if one.x is not None and one.d is not None
-    ]
+    kept = [(one.x, one.d, one.rows) for one in calls if one.x is not None and one.d is not None]
+    return [(tuple(x.shape), x.dtype, tuple(d.shape), d.dtype, rows) for x, d, rows in kept]
 
 
 class Summary(NamedTuple):

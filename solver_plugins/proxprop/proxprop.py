@@ -3,7 +3,6 @@
 import math
 import re
 import weakref
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import torch
@@ -115,17 +114,14 @@ class ProxProp:
             self._tallies.append(tally)
             self._handles.append(layer.register_forward_hook(Listener(self._capture, tally), with_kwargs=True))
         self.layers = [tally.name for tally in self._tallies if tally.shape is not None]
-        # When nobody holds the ProxProp any more, its hooks are removed.
+        # If nobody holds the ProxProp any more, its hooks are removed.
         weakref.finalize(self, _remove, self._handles).atexit = False
 
     def precondition(self) -> dict[str, StepReport]:
         """Replaces the gradients of the layers by the directions of implicit steps; call it after ``backward()``.
 
         With several processes, all of them must call it, after gradients have been averaged or summed (as
-        DistributedDataParallel does).
-
-        Returns:
-            A :class:`StepReport` per layer.
+        DistributedDataParallel does). It returns a :class:`StepReport` per layer.
 
         Raises:
             LayerNotRunError: If a layer has no inputs or no gradient.
@@ -230,13 +226,11 @@ class ProxProp:
                 "several optimizers, make one ProxProp for each."
             )
         attached = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]
-        mine = {id(one.weight()) for one in self._tallies if one.shape is not None}
+        mine = {id(one.weight()) for one in self._tallies if one.shape}
+        if any(other is self for other in attached):
+            return self
         for other in attached:
-            if other is self:
-                return self
-            if isinstance(other, ProxProp) and any(
-                id(one.weight()) in mine for one in other._tallies if one.shape is not None
-            ):
+            if isinstance(other, ProxProp) and any(id(one.weight()) in mine for one in other._tallies if one.shape):
                 raise OptimizerError(
                     "Another ProxProp is attached to this optimizer for the same layers, which would be preconditioned "
                     "twice. Call detach() on it first (or run the cell that makes the optimizer again)."
@@ -281,9 +275,7 @@ class ProxProp:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
     def __repr__(self) -> str:
@@ -294,11 +286,7 @@ class ProxProp:
 
 
 def read_mode(mode: str) -> tuple[int | None, bool]:
-    """Returns the number of conjugate gradient steps of a mode (None for "exact"), and whether they are joint.
-
-    Raises:
-        OptionError: If the mode is unknown.
-    """
+    """Returns the steps of conjugate gradients of a mode (None for "exact"), and whether they are joint."""
     if mode == "exact":
         return None, False
     match = re.fullmatch(r"cg([1-9]\d*)(-joint)?", mode) if isinstance(mode, str) else None
@@ -311,18 +299,12 @@ def read_mode(mode: str) -> tuple[int | None, bool]:
 
 
 def _stepping(optimizer: Any) -> Optimizer:
-    """Returns the optimizer that really steps, inside wrappers such as accelerate's, timm's Lookahead, or SAM.
-
-    Raises:
-        OptimizerError: If there is none, or its step runs no hooks.
-    """
-    inner: Any = optimizer
-    while True:
-        held = [getattr(inner, name, None) for name in ("optimizer", "_base_optimizer", "base_optimizer")]
-        found = next((one for one in held if isinstance(one, Optimizer)), None)
-        if found is None:
-            break
+    """Returns the optimizer that really steps, inside wrappers such as accelerate's, timm's Lookahead, or SAM."""
+    inner, found = optimizer, optimizer
+    while found is not None:
         inner = found
+        held = (getattr(inner, name, None) for name in ("optimizer", "_base_optimizer", "base_optimizer"))
+        found = next((one for one in held if isinstance(one, Optimizer)), None)
     if not isinstance(inner, Optimizer):
         raise OptimizerError(f"Expected a torch.optim.Optimizer; found {type(optimizer).__name__}.")
     if not getattr(type(inner).step, "hooked", False):

@@ -34,12 +34,7 @@ def surround(x: Tensor, margins: Margins) -> Tensor:
 
 @dataclass(frozen=True)
 class Rows:
-    """How a layer turns its input into rows.
-
-    Attributes:
-        kernel_shape: ``[n2, n1/g, *k]``; a Linear: ``[n2, n1]``.
-        geometry: Stride, padding, dilation and groups.
-    """
+    """How a layer with a kernel ``[n2, n1/g, *k]`` (a Linear: ``[n2, n1]``) turns its input into rows."""
 
     kernel_shape: tuple[int, ...]
     geometry: Geometry

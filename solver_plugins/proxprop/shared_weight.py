@@ -17,12 +17,8 @@ _PROBES: dict[tuple[int, ...], Tensor] = {}
 class SharedWeight:
     """A weight and the layers that share it; usually a single layer.
 
-    Attributes:
-        tallies: The tallies of the layers.
-        weight: The weight.
-        biases: The trainable biases of the layers, each once.
-        bias_of: The index of each tally's bias, or None.
-        transposed: Whether the weight is stored as ``[n1, n2]``.
+    ``biases`` are the trainable ones of the layers, each once, and ``bias_of`` has the index of each tally's bias, or
+    None. ``transposed``: the weight is stored as ``[n1, n2]``.
     """
 
     tallies: list[Tally]
@@ -33,12 +29,10 @@ class SharedWeight:
 
     @property
     def name(self) -> str:
-        """The names of the layers."""
         return ", ".join(tally.name for tally in self.tallies)
 
     @property
     def rows(self) -> Rows:
-        """How inputs become rows."""
         shape = self.tallies[0].shape
         assert shape is not None
         return shape
@@ -50,7 +44,6 @@ class SharedWeight:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the solve."""
         return working_dtype(self.weight.dtype)
 
     def weight_gradient(self) -> Tensor:

@@ -32,10 +32,7 @@ class CgOutcome:
 def factorize(matrix: Tensor, shift: float) -> tuple[Tensor, float]:
     """Returns the Cholesky factor of ``shift I + matrix``, and the jitter that was added to ``shift``, usually 0.
 
-    The matrix is overwritten.
-
-    Raises:
-        FactorizationError: If a jitter as large as the matrix itself does not help.
+    The matrix is overwritten. FactorizationError if a jitter as large as the matrix itself does not help.
     """
     diagonal = matrix.diagonal(dim1=-2, dim2=-1)
     diagonal += shift
@@ -63,13 +60,8 @@ def conjugate_gradients(
     """Returns the iterate after ``steps`` steps of conjugate gradients on ``M v = g`` from ``v = 0``.
 
     It starts at zero because a warm start loses the descent property (Proposition 5). Denominators have no epsilon,
-    because gradients may be as small as it.
-
-    Args:
-        apply: ``p -> M p``, with ``M`` symmetric positive definite.
-        g: The right-hand side, ``[g, m, columns]``.
-        steps: The number of steps; fewer are taken if the residual vanishes.
-        joint: Whether all outputs have one step length, instead of one each.
+    because gradients may be as small as it. Fewer steps are taken if the residual vanishes. With ``joint``, all outputs
+    have one step length, instead of one each.
     """
     dims = (0, 1, 2) if joint else (2,)
     scale = _largest(g, dims)
@@ -82,21 +74,13 @@ def batch_conjugate_gradients(
 ) -> tuple[Tensor, Tensor | None, CgOutcome]:
     """Solves in the space of the rows: ``X^T y`` is the iterate of :func:`conjugate_gradients` for ``g = X^T d``.
 
-    Every vector of that iteration is ``X^T`` times a vector with a row per sample. With ``K = X X^T``,
-    ``M X^T p = X^T (shift p + K p)`` and ``<X^T a, X^T b> = <a, K b>``: one product with ``K`` per step. If all outputs
-    have the same step lengths, and there are more outputs than rows, the vectors ``p = P d`` are stored as polynomials
-    ``P`` in ``K``, which are smaller.
+    Every vector of that iteration is ``X^T`` times a vector with a row per sample. With ``K = X X^T``, ``M X^T p = X^T
+    (shift p + K p)`` and ``<X^T a, X^T b> = <a, K b>``: one product with ``K`` per step. If all outputs have the same
+    step lengths, and there are more outputs than rows, the vectors ``p = P d`` are stored as polynomials ``P`` in
+    ``K``, which are smaller.
 
-    Args:
-        k: ``X X^T``, ``[g, N, N]``.
-        d: Gradients of the outputs, ``[g, N, m]``.
-        shift: ``1/tau``.
-        steps: The number of steps; fewer are taken if the residual vanishes.
-        joint: Whether all outputs have one step length, instead of one each.
-
-    Returns:
-        ``y``, or a matrix and a right factor (``d``) whose product it is; and how the solve went. The residual is that
-        before the last step, because the final one would cost another product.
+    It returns ``y``, or a matrix and a right factor (``d``) whose product it is; and how the solve went. The residual
+    is that before the last step, because the final one would cost another product.
     """
     dims = (0, 1, 2) if joint else (1,)
     size = float(k.diagonal(dim1=-2, dim2=-1).amax()) if k.numel() else 1.0

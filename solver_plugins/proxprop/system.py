@@ -102,9 +102,8 @@ def feature_system(shared: SharedWeight, settings: SystemSettings, processes: Pr
 def _assembled_gram(shared: SharedWeight) -> Tensor:
     """Returns the sum of the Gram matrices of all layers, with a column of ones for each bias."""
     d = shared.rows.columns
-    total = torch.zeros(
-        shared.rows.groups, shared.columns, shared.columns, dtype=shared.dtype, device=shared.weight.device
-    )
+    size = (shared.rows.groups, shared.columns, shared.columns)
+    total = torch.zeros(size, dtype=shared.dtype, device=shared.weight.device)
     for tally, bias in zip(shared.tallies, shared.bias_of, strict=True):
         tally.fold()
         if tally.gram is None:
@@ -257,11 +256,7 @@ def matrix_free_system(
 ) -> System:
     """Makes a system without its matrix: a product with it is a forward pass and a weight gradient.
 
-    Args:
-        shared: The weight.
-        settings: With a number of steps.
-        calls: The calls of this process, or of all.
-        processes: If the calls are those of this process: the processes to sum products over.
+    If the calls are those of this process alone, products are summed over ``processes``.
     """
     probed = shared.probed_gradient()
     norms = sum((shared.rows.prepare(call.input(), shared.dtype).sum() for call in calls), probed.sum())
