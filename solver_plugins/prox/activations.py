@@ -60,7 +60,7 @@ def prox_for(activation: Activation, *args: Any, **kwargs: Any) -> Prior:
 
 
 def declare_activation(activation: type[nn.Module] | Callable[..., Any], prior: Prior | Callable[..., Prior]) -> None:
-    """Declares that an activation is the proximal map of a prior at the unit step.
+    """Declares that an activation (a module class or a function) is the proximal map of a prior at the unit step.
 
     Args:
         activation: A module class, or a function.
@@ -78,12 +78,8 @@ def declare_activation(activation: type[nn.Module] | Callable[..., Any], prior: 
     if not isinstance(prior, Prior) and not callable(prior):
         raise OptionError(f"Expected a prior or a function that builds one; found {prior!r}.")
     name = _qualified(activation)
-    if is_class:
-        known = name in CLASSES or name in REJECTED_CLASSES
-    else:
-        known = any(activation in table for table in (FUNCTIONS, REJECTED_FUNCTIONS)) or any(
-            name in table for table in (LIBRARY_FUNCTIONS, REJECTED_LIBRARY_FUNCTIONS)
-        )
+    tables = (CLASSES, REJECTED_CLASSES) if is_class else (LIBRARY_FUNCTIONS, REJECTED_LIBRARY_FUNCTIONS)
+    known = any(name in table for table in tables) or activation in FUNCTIONS or activation in REJECTED_FUNCTIONS
     if known or _DECLARED.get(activation, prior) is not prior:
         raise DuplicateNameError(f"{name} is known already; it cannot be declared again.")
     _DECLARED[activation] = prior

@@ -34,9 +34,7 @@ class _Weighted(Prior):
 class SquaredHinge(_Weighted):
     """Squared hinge g(x) = gamma/2 max(-x - shift, 0)^2 (Prop. 3): a LeakyReLU of slope 1/(1 + gamma), shifted.
 
-    Args:
-        gamma: The weight, positive.
-        shift: The paper's ``lambda``; the kink is at ``-shift``.
+    The paper's ``lambda`` is ``shift``; the kink is at ``-shift``.
     """
 
     shift: float = 0.0

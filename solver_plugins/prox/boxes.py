@@ -31,7 +31,6 @@ class IdentityPrior(Prior):
         return torch.ones_like(a)
 
     def vjp(self, a: Tensor, step: Step, grad: Tensor) -> Tensor:
-        """Returns ``grad``."""
         return grad
 
     def g(self, x: Tensor) -> Tensor:
@@ -82,12 +81,10 @@ class _Box(Prior):
 
     @property
     def bounded(self) -> bool:
-        """Whether both ends are finite."""
         return math.isfinite(self.min_val) and math.isfinite(self.max_val)
 
     @property
     def zero_argument(self) -> float | None:
-        """0 if the box contains it."""
         return 0.0 if self.min_val <= 0 <= self.max_val else None
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
@@ -119,12 +116,7 @@ class Relu6Prior(_Box):
 @final
 @dataclass(frozen=True)
 class HardtanhPrior(_Box):
-    """Hardtanh: the indicator function of min_val <= x <= max_val.
-
-    Args:
-        min_val: The lower end; may be ``-inf``.
-        max_val: The upper end; may be ``inf``.
-    """
+    """Hardtanh: the indicator function of min_val <= x <= max_val, either of which may be infinite."""
 
     min_val: float = -1.0
     max_val: float = 1.0

@@ -16,16 +16,11 @@ from solver_plugins.prox.prior import infinite_where, register_prior
 @final
 @dataclass(frozen=True)
 class EluPrior(NewtonPrior):
-    """ELU: g(x) = (x + alpha) log(1 + x/alpha) - x - x^2/2 on -alpha <= x < 0, and 0 above.
-
-    Args:
-        alpha: The limit at minus infinity is ``-alpha``; in [0, 1], and 0 is ReLU.
-    """
+    """ELU: g(x) = (x + alpha) log(1 + x/alpha) - x - x^2/2 on -alpha <= x < 0, and 0 above; 0 <= alpha <= 1."""
 
     alpha: float = 1.0
 
     name = "elu"
-    tags = frozenset({"activation"})
 
     def __post_init__(self) -> None:
         if not 0 <= self.alpha <= 1:
@@ -52,16 +47,14 @@ class EluPrior(NewtonPrior):
 @final
 @dataclass(frozen=True)
 class CeluPrior(NewtonPrior):
-    """CELU: g(x) = alpha ((x + alpha) log(1 + x/alpha) - x) - x^2/2 on -alpha <= x < 0, and 0 above.
+    """CELU: g(x) = alpha ((x + alpha) log(1 + x/alpha) - x) - x^2/2 on -alpha <= x < 0, and 0 above; alpha > 0.
 
-    Args:
-        alpha: The limit at minus infinity is ``-alpha``; any positive number. The slope is ``exp(x/alpha) <= 1``.
+    Its slope below 0 is ``exp(x/alpha) <= 1``.
     """
 
     alpha: float = 1.0
 
     name = "celu"
-    tags = frozenset({"activation"})
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:

@@ -18,13 +18,7 @@ from solver_plugins.prox.prior import Step, infinite_where, step_like, widened
 def prox_nuclear_norm(matrix: Tensor, step: Step = 1.0) -> Tensor:
     """Returns ``argmin_X |X|_* + |X - matrix|^2 / (2 step)``: soft thresholding of the singular values.
 
-    Args:
-        matrix: Real, of shape ``(..., m, n)``.
-        step: The step, a number or a 0-d tensor; gradients flow to it too.
-
-    Raises:
-        ShapeError: If ``matrix`` has fewer than two dimensions.
-        OptionError: If the step is a number that is not positive, or a tensor with more than one element.
+    The matrix is real, ``(..., m, n)``; gradients flow to the step (a number or a 0-d tensor), too.
     """
     _check_matrix(matrix)
     wide = widened(matrix)
@@ -44,11 +38,7 @@ def nuclear_norm(x: Tensor) -> Tensor:
 def prox_psd(matrix: Tensor) -> Tensor:
     """Returns ``argmin_{X >= 0} |X - matrix|^2``: the nearest symmetric positive semi-definite matrix.
 
-    Args:
-        matrix: Real and square, of shape ``(..., n, n)``; only its symmetric part matters.
-
-    Raises:
-        ShapeError: If the matrices are not square.
+    The matrix is real and square, ``(..., n, n)``; only its symmetric part matters.
     """
     _check_matrix(matrix, square=True)
     wide = widened(matrix)
@@ -59,10 +49,8 @@ def prox_psd(matrix: Tensor) -> Tensor:
 def psd_indicator(x: Tensor, tolerance: float | None = None) -> Tensor:
     """Returns 0 for each symmetric positive semi-definite matrix in ``x`` and infinity for any other.
 
-    Args:
-        x: Of shape ``(..., n, n)``.
-        tolerance: The largest asymmetry and negative eigenvalue that are allowed, relative to the largest entry; by
-            default a few rounding errors of the dtype.
+    ``tolerance`` is the largest asymmetry and negative eigenvalue that are allowed, relative to the largest entry; by
+    default a few rounding errors of the dtype.
     """
     _check_matrix(x, square=True)
     wide = widened(x)

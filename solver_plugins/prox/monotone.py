@@ -19,9 +19,10 @@ Elementwise = Callable[[Tensor], Tensor]
 class NewtonPrior(Prior):
     """A prior given by its activation ``rho``: ``prox_{t g}(a) = rho(v)`` with ``t v + (1 - t) rho(v) = a``."""
 
+    tags = frozenset({"activation"})
+
     @property
     def newton_steps(self) -> int:
-        """The number of Newton steps that this activation needs."""
         return STEPS
 
     @abc.abstractmethod
@@ -49,7 +50,6 @@ class NewtonPrior(Prior):
         return (slope / (step + (1 - step) * slope)).to(a.dtype)
 
     def argument(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        """Returns the root ``v`` itself: ``rho(v) = prox(a, step)``."""
         return a if is_unit(step) else self._root(widened(a), step).to(a.dtype)
 
     def _root(self, a: Tensor, step: Step) -> Tensor:
@@ -70,8 +70,8 @@ class Monotone(NewtonPrior):
         penalty: The terms of ``g``, by default found by quadrature, up to a constant.
         bounded: Whether ``rho`` has a bounded range.
         zero_argument: A number ``v`` with ``rho(v) = 0``, if there is one.
-        newton_steps: The number of Newton steps. The default is larger than for the built-in activations, because
-            Newton can jump between several steep parts of a function.
+        newton_steps: How many Newton steps: more than for built-in activations, because Newton can jump between several
+            steep parts of a function.
     """
 
     function: Elementwise
@@ -82,7 +82,6 @@ class Monotone(NewtonPrior):
     newton_steps: int = 16
 
     name = "monotone"
-    tags = frozenset({"activation"})
     opaque = True
 
     def activation(self, a: Tensor) -> Tensor:
@@ -100,12 +99,6 @@ class Monotone(NewtonPrior):
 
 def check_monotone(function: Elementwise, lower: float = -30.0, upper: float = 30.0, points: int = 20001) -> None:
     """Tests on a grid that an elementwise function is increasing and 1-Lipschitz: the prox of some ``g`` (Moreau).
-
-    Args:
-        function: The activation.
-        lower: The lower end of the grid.
-        upper: The upper end.
-        points: The number of grid points.
 
     Raises:
         NotProximalError: With the place where it decreases, or rises by more than the distance.

@@ -26,13 +26,8 @@ def solve(value_and_slope: ValueAndSlope, a: Tensor, step: Step, steps: int = ST
     """Returns the root ``v`` of ``F``, differentiable in ``a``, in the step and in the parameters of ``rho``.
 
     The root is found outside autograd. Two plain Newton steps from there do not change its value, but give it its
-    derivatives: the first step those of order one, the second those of order two and three.
-
-    Args:
-        value_and_slope: The activation and its derivative.
-        a: The argument of the proximal map.
-        step: The step of the proximal map.
-        steps: The number of Newton steps. It is fixed because a stopping rule would read values and break a graph.
+    derivatives: the first step those of order one, the second those of order two and three. The number of steps is
+    fixed because a stopping rule would read values and break a graph.
     """
     with torch.no_grad():
         v = _bracketed(value_and_slope, a.detach(), step.detach() if isinstance(step, Tensor) else step, steps)

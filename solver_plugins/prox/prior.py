@@ -28,8 +28,7 @@ def is_unit(step: Step) -> bool:
 def step_like(step: Step, a: Tensor) -> Step:
     """Returns the step in the dtype of ``a``, so that a 0-d float64 step does not promote a 0-d float32 ``a``.
 
-    Raises:
-        OptionError: If the step is a number that is not positive. The value of a tensor is not read.
+    It raises OptionError for a number that is not positive; the value of a tensor is not read.
     """
     if isinstance(step, Tensor):
         return step.to(a.dtype)
@@ -149,11 +148,7 @@ def list_priors(filter: str | Iterable[str] | None = None) -> list[str]:
 
 
 def make_prior(name: str, **parameters: Any) -> Prior:
-    """Builds a registered prior.
-
-    Args:
-        name: A registered name.
-        **parameters: The parameters of that prior (``gamma``, ``negative_slope``, ...).
+    """Builds a registered prior by its name and parameters (``gamma``, ``negative_slope``, ...).
 
     Raises:
         UnknownNameError: If there is no such prior; the message lists similar names.

@@ -17,11 +17,7 @@ from solver_plugins.prox.prior import Prior, Step, in_float64, is_unit, register
 @final
 @dataclass(frozen=True)
 class SoftshrinkPrior(Prior):
-    """Softshrink: g(x) = lambd |x|.
-
-    Args:
-        lambd: The weight of the l1 norm, not negative.
-    """
+    """Softshrink: g(x) = lambd |x|, lambd >= 0."""
 
     lambd: float = 0.5
 
@@ -53,7 +49,6 @@ class TanhshrinkPrior(NewtonPrior):
     """Tanhshrink v - tanh(v): g(x) = log(cosh(v)) - tanh(v)^2/2 at v - tanh(v) = x, the conjugate of tanh's g."""
 
     name = "tanhshrink"
-    tags = frozenset({"activation"})
 
     def activation(self, a: Tensor) -> Tensor:
         return functional.tanhshrink(a)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.prox.monotone import NewtonPrior
-from solver_plugins.prox.prior import Prior, Step, infinite_where, is_unit, register_prior, step_like, widened
+from solver_plugins.prox.prior import Prior, Step, infinite_where, is_unit, register_prior, step_like
 
 
 @register_prior
@@ -19,7 +19,6 @@ class TanhPrior(NewtonPrior):
     """Tanh: g(x) = x atanh(x) + log(1 - x^2)/2 - x^2/2 on [-1, 1]."""
 
     name = "tanh"
-    tags = frozenset({"activation"})
     bounded = True
 
     def activation(self, a: Tensor) -> Tensor:
@@ -43,7 +42,6 @@ class SigmoidPrior(NewtonPrior):
     """Sigmoid: g(x) = x log(x) + (1 - x) log(1 - x) - x^2/2 on [0, 1]."""
 
     name = "sigmoid"
-    tags = frozenset({"activation"})
     bounded = True
     zero_argument = None
 
@@ -67,7 +65,6 @@ class AtanPrior(NewtonPrior):
     """Arcus tangent: g(x) = -log(cos(x)) - x^2/2 on |x| < pi/2."""
 
     name = "atan"
-    tags = frozenset({"activation"})
     bounded = True
 
     def activation(self, a: Tensor) -> Tensor:
@@ -85,31 +82,17 @@ class AtanPrior(NewtonPrior):
 @register_prior
 @final
 @dataclass(frozen=True)
-class SoftsignPrior(Prior):
+class SoftsignPrior(NewtonPrior):
     """Softsign: g(x) = -|x| - log(1 - |x|) - x^2/2 on |x| < 1."""
 
     name = "softsign"
-    tags = frozenset({"activation"})
     bounded = True
 
-    def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        """Returns ``argmin_x g(x) + |x - a|^2 / (2 t)``.
+    def activation(self, a: Tensor) -> Tensor:
+        return functional.softsign(a)
 
-        Here ``t v + (1 - t) rho(v) = a`` is a quadratic equation: ``t v^2 + (1 - a) v - a = 0`` for ``a >= 0``.
-        """
-        if is_unit(step):
-            return functional.softsign(a)
-        return functional.softsign(self._root(widened(a), step)).to(a.dtype)
-
-    def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        wide = widened(a)
-        v = wide if is_unit(step) else self._root(wide, step)
-        slope = (1 + v.abs()) ** -2
-        step = step_like(step, wide)
-        return (slope / (step + (1 - step) * slope)).to(a.dtype)
-
-    def argument(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        return a if is_unit(step) else self._root(widened(a), step).to(a.dtype)
+    def value_and_slope(self, v: Tensor) -> tuple[Tensor, Tensor]:
+        return functional.softsign(v), (1 + v.abs()) ** -2
 
     def g(self, x: Tensor) -> Tensor:
         size = x.abs()
@@ -117,6 +100,7 @@ class SoftsignPrior(Prior):
         return infinite_where(size >= 1, -inside - torch.log1p(-inside) - inside**2 / 2)
 
     def _root(self, a: Tensor, step: Step) -> Tensor:
+        """Needs no iteration: ``t v + (1 - t) rho(v) = a`` is ``t v^2 + (1 - a) v - a = 0`` for ``a >= 0``."""
         step = step_like(step, a)
         # Not abs(), whose derivative at 0 is 0; that of the root is not.
         size = torch.where(a < 0, -a, a)

@@ -14,11 +14,7 @@ from solver_plugins.prox.prior import Prior, Step, infinite_where, is_unit, regi
 @final
 @dataclass(frozen=True)
 class SoftmaxPrior(Prior):
-    """Softmax: g(x) = sum_i x_i log(x_i) - |x|^2/2 on the probability simplex, at the unit step only.
-
-    Args:
-        dim: The dimension of the features.
-    """
+    """Softmax: g(x) = sum_i x_i log(x_i) - |x|^2/2 on the probability simplex, at the unit step only."""
 
     dim: int = -1
 

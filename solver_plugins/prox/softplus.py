@@ -52,7 +52,6 @@ class SoftplusPrior(NewtonPrior):
     threshold: float = 20.0
 
     name = "softplus"
-    tags = frozenset({"activation"})
     zero_argument = None
 
     def __post_init__(self) -> None:
@@ -82,7 +81,6 @@ class LogSigmoidPrior(NewtonPrior):
     """LogSigmoid: g(x) = Li2(exp(x)) on x <= 0."""
 
     name = "logsigmoid"
-    tags = frozenset({"activation"})
     zero_argument = None
 
     def activation(self, a: Tensor) -> Tensor:
@@ -102,7 +100,6 @@ class SqrtSoftplusPrior(NewtonPrior):
     """Square root of softplus: increasing, with slopes below 1/3; g by quadrature, on x >= 0."""
 
     name = "sqrt_softplus"
-    tags = frozenset({"activation"})
     zero_argument = None
 
     def activation(self, a: Tensor) -> Tensor:

@@ -138,11 +138,7 @@ ALIASES: dict[str, str] = {
 
 
 def bind(factory: FunctionFactory, label: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Prior:
-    """Calls a factory with those parameters of a function call that follow the input.
-
-    Raises:
-        OptionError: If the parameters do not fit; the message lists the valid ones.
-    """
+    """Calls a factory with those parameters of a call that follow the input; OptionError if they do not fit."""
     signature = inspect.signature(factory)
     try:
         bound = signature.bind(*args, **kwargs)

@@ -18,12 +18,7 @@ from solver_plugins.solve import conjugate_gradients as block_conjugate_gradient
 
 @dataclass(frozen=True)
 class CgOutcome:
-    """How conjugate gradients went; the defaults are for a factorisation.
-
-    Attributes:
-        iterations: The number of steps.
-        residual: ``|g - M v| / |g|`` as the recurrence knows it.
-    """
+    """How conjugate gradients went: steps, and ``|g - M v| / |g|`` as the recurrence knows it; 0 if factorised."""
 
     iterations: int = 0
     residual: float = 0.0
