@@ -41,7 +41,6 @@ class _Classified(nn.Module):
         self.default_cfg = {"input_size": (in_chans, 32, 32)}
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Returns what the head reads."""
         raise NotImplementedError
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -49,11 +48,9 @@ class _Classified(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns the logits."""
         return self.forward_head(self.forward_features(x))
 
     def get_classifier(self) -> nn.Module:
-        """Returns the last layer."""
         return self.fc
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -65,7 +62,6 @@ class _Classified(nn.Module):
         self.fc = _classifier(self.num_features, num_classes, {"device": weight.device, "dtype": weight.dtype})
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Raises OptionError if it is switched on: these networks are too small to need it."""
         if enable:
             raise OptionError(f"{type(self).__name__} has no gradient checkpointing.")
 
@@ -78,21 +74,9 @@ class LeNet(_Classified):
     """LeNet for 32x32 images, with dropouts before its fully connected layers.
 
     It has two stages of 5x5 convolution, ReLU and 2x2 max-pooling, two fully connected layers with ReLU, and a
-    classifier. ``dropout`` says which of the two layers follow a dropout: ``d-d``, ``d-nd`` and ``nd-d`` are the
-    columns of the paper's Table 2.
-
-    Args:
-        num_classes: How many classes; 0 for features.
-        in_chans: Channels of the image.
-        drop_rate: Rate of the dropouts; 0.5 in the paper.
-        dropout: Where the dropouts are, a key of :data:`DROPOUTS`.
-        channels: Widths of the convolutions.
-        features: Widths of the fully connected layers.
-        device: Where to make the weights.
-        dtype: Their type.
-
-    Raises:
-        OptionError: If ``dropout`` is not a key of :data:`DROPOUTS`, or ``drop_rate`` is not in [0, 1).
+    classifier. ``dropout`` says which of the two layers follow a dropout, a key of :data:`DROPOUTS`: ``d-d``, ``d-nd``
+    and ``nd-d`` are the columns of the paper's Table 2. ``channels`` and ``features`` are the widths of the
+    convolutions and of the fully connected layers.
     """
 
     def __init__(
@@ -122,12 +106,10 @@ class LeNet(_Classified):
         self.fc = _classifier(features[1], num_classes, made)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Returns ``[batch, channels, 5, 5]`` features of a 32x32 image."""
         x = self.pool(self.relu(self.conv1(x)))
         return self.pool(self.relu(self.conv2(x)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Returns the logits, or with ``pre_logits`` the features that the classifier reads."""
         if x.shape[-2:] != (5, 5):
             raise ShapeError(f"LeNet takes 32x32 images, of which 5x5 reach its head; found {tuple(x.shape[-2:])}.")
         x = self.relu(self.fc1(self.drop1(x.flatten(1))))
@@ -136,17 +118,10 @@ class LeNet(_Classified):
 
 
 class CifarAlexNet(_Classified):
-    """AlexNet for 32x32 images, with one fully connected layer.
+    """AlexNet for 32x32 images, with one fully connected layer; the paper mentions no dropout before the classifier.
 
     The first convolution is padded by 5, and pooling is over 2x2 pixels. Table 3 of the paper replaces ``conv1`` by
     Prox-GD.
-
-    Args:
-        num_classes: How many classes; 0 for features.
-        in_chans: Channels of the image.
-        drop_rate: Rate of a dropout before the classifier; the paper mentions none.
-        device: Where to make the weights.
-        dtype: Their type.
     """
 
     def __init__(
@@ -170,7 +145,6 @@ class CifarAlexNet(_Classified):
         self.fc = _classifier(256, num_classes, made)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Returns ``[batch, 256, 1, 1]`` features of a 32x32 image."""
         x = self.pool(self.relu(self.conv1(x)))
         x = self.pool(self.relu(self.conv2(x)))
         x = self.relu(self.conv3(x))
@@ -178,7 +152,6 @@ class CifarAlexNet(_Classified):
         return self.pool(self.relu(self.conv5(x)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Returns the logits, or with ``pre_logits`` the features that the classifier reads."""
         if x.shape[-2:] != (1, 1):
             raise ShapeError(
                 f"This AlexNet takes 32x32 images, of which 1x1 reaches its head; found {tuple(x.shape[-2:])}."
@@ -192,26 +165,13 @@ class OptEqNet(_Classified):
 
     ``forward_features`` returns the equilibrium: feature maps of the input's resolution (over ``stride``), which a
     segmentation head can read. The paper gives the hidden channels of the five 3x3 convolutions, a single convolution
-    as feature extractor, and 162k parameters. It does not give the widths of the state and of the extractor; 48 and
-    96, with 1x1 convolutions as ``U``, come close to that number.
+    as feature extractor, and 162k parameters. It does not give the widths of the state and of the extractor; 48 and 96,
+    with 1x1 convolutions as ``U``, come close to that number.
 
-    Args:
-        num_classes: How many classes; 0 for features.
-        in_chans: Channels of the image.
-        drop_rate: Rate of a dropout before the classifier; the paper mentions none.
-        state: Channels of the equilibrium.
-        extracted: Channels of the feature extractor.
-        hidden: Channels of the layers.
-        stride: Of the feature extractor.
-        device: Where to make the weights.
-        dtype: Their type.
-        **options: Fields of :class:`~solver_plugins.equilibrium.head.DeepOptEqConfig`: ``alpha``, ``solver``,
-            ``iters``, ``grad``, ``regularizer``, ``constraint``, and others. The paper has the solvers "sam" and
-            "fixed_point", 20 iterations, ``gradient="unrolled"``, and bounds ``|W|`` by its initialisation only
-            (``constraint="none"``).
-
-    Raises:
-        OptionError: If an option is unknown or its value does not fit.
+    Further options are the fields of :class:`~solver_plugins.equilibrium.head.DeepOptEqConfig`: ``alpha``, ``solver``,
+    ``iters``, ``gradient``, ``regularizer``, ``constraint``, and others. The paper has the solvers "sam" and
+    "fixed_point", 20 iterations, ``gradient="unrolled"``, and bounds ``|W|`` by its initialisation only
+    (``constraint="none"``).
     """
 
     def __init__(
@@ -240,11 +200,9 @@ class OptEqNet(_Classified):
         self.fc = _classifier(state, num_classes, made)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Returns the equilibrium, ``[batch, state, height / stride, width / stride]``."""
         return self.equilibrium(self.bn1(self.conv1(x)))
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
-        """Returns the logits, or with ``pre_logits`` the features that the classifier reads."""
         x = self.head_drop(x.mean((2, 3)))
         return x if pre_logits else self.fc(x)
 
@@ -285,7 +243,7 @@ def solver_alexnet(pretrained: bool = False, **kwargs: Any) -> CifarAlexNet:
 
 @register_model
 def solver_opteq(pretrained: bool = False, **kwargs: Any) -> OptEqNet:
-    """Convolutional equilibrium; ``solver``, ``grad`` and ``regularizer`` choose the paper's variants."""
+    """Convolutional equilibrium; ``solver``, ``gradient`` and ``regularizer`` choose the paper's variants."""
     return _build(OptEqNet, "solver_opteq", pretrained, kwargs)
 
 

@@ -60,22 +60,15 @@ def write_card(
         (folder / NOTICE).write_text(f"{_warning(kind)} See {CARD}.\n", encoding="utf-8")
     else:
         library = {"torch": "safetensors.torch"}.get(kind, kind)
-        parts += [
-            f"import {library}",
-            "",
-            own,
-            "```",
-            "",
-            "It is a plain network: nothing of `solver_plugins` is needed.",
-        ]
+        plain = "It is a plain network: nothing of `solver_plugins` is needed."
+        parts += [f"import {library}", "", own, "```", "", plain]
     (folder / CARD).write_text("\n".join(parts).strip() + "\n", encoding="utf-8")
 
 
 def push(folder: Path, repository: str) -> None:
     """Uploads a folder to a repository of the Hugging Face Hub, which is made if there is none.
 
-    Raises:
-        SavingError: If the hub does not take it. The folder is there all the same.
+    SavingError if the hub does not take it; the folder is there all the same.
     """
     from huggingface_hub import HfApi
 

@@ -101,11 +101,7 @@ def new_files(place: Path) -> Iterator[Path]:
 
 
 def existing_folder(folder: str | os.PathLike[str]) -> Path:
-    """Returns the path of an existing folder.
-
-    Raises:
-        LoadingError: If there is no such folder; it names the folder that an interrupted save has put aside.
-    """
+    """Returns the path of an existing folder; otherwise LoadingError, with what an interrupted save has put aside."""
     place = Path(os.path.abspath(folder))
     if place.is_dir():
         return place

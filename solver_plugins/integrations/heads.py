@@ -28,8 +28,8 @@ class HeadRecord(StrictConfig):
 def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **options: Any) -> nn.Module:
     """Replaces a model's last linear layer by an equilibrium: backbone features -> equilibrium -> classes.
 
-    It works on timm models (``get_classifier``), transformers classification models, and any module with a last linear
-    layer, in place. The head has as many classes as the layer. Call it before you make an optimizer, and before you
+    It works in place, on timm models (``get_classifier``), transformers classification models, and any module with a
+    last linear layer. The head has as many classes as the layer. Call it before you make an optimizer, and before you
     compile or wrap the model.
 
     Args:
@@ -37,9 +37,6 @@ def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **opti
         classifier: Name of the layer to replace; None finds the last one.
         **options: Fields of :class:`~solver_plugins.equilibrium.head.HeadConfig`: ``hidden``, ``layers``, ``alpha``,
             ``iters``, ``gradient``, ``regularizer``, ``lam``, and others.
-
-    Returns:
-        The model.
 
     Raises:
         HeadError: If the model has such a head already, or its last layer is a solver.
@@ -82,13 +79,8 @@ def make_head(layer: nn.Linear, config: HeadConfig) -> OptEqHead:
 def remove_opteq_head(model: nn.Module) -> nn.Module:
     """Puts back the linear layer that :func:`attach_opteq_head` has replaced, with the weights that it had.
 
-    A model that was loaded from a folder gets a new layer, because the old one was not saved.
-
-    Returns:
-        The model.
-
-    Raises:
-        HeadError: If the model has no equilibrium head.
+    A model that was loaded from a folder gets a new layer, because the old one was not saved. HeadError if the model
+    has no equilibrium head.
     """
     _refuse_wrapped(model)
     _, head = _find(model)

@@ -13,11 +13,8 @@ from solver_plugins.errors import SolverPluginsError, did_you_mean
 FORMS = (
     "'timm/NAME' (such as timm/vgg16), 'hf/FOLDER' or 'hf/ID' (such as hf/google-bert/bert-base-uncased), or a folder"
 )
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
+_WEIGHTS = tuple(
+    f"{name}{index}" for name in ("model.safetensors", "pytorch_model.bin") for index in ("", ".index.json")
 )
 _OFFLINE = (
     "Options without a network: a folder that was downloaded elsewhere ({folder}), HF_HOME set to a filled cache, and "
@@ -97,13 +94,10 @@ def _transformers(name: str, pretrained: bool, kwargs: dict[str, Any]) -> nn.Mod
     try:
         config, unused = transformers.AutoConfig.from_pretrained(source, return_unused_kwargs=True, **kwargs)
     except Exception as error:
-        looked = (
-            ""
-            if local
-            else f" Looked for the folder {name!r}, in the cache of Hugging Face, and on its hub. {_OFFLINE_HF}"
-        )
+        looked = f" Looked for the folder {name!r}, in the cache of Hugging Face, and on its hub. {_OFFLINE_HF}"
         raise ModelError(
-            f"No config of a transformers model in {source!r}: {type(error).__name__}: {_first_line(error)}{looked}"
+            f"No config of a transformers model in {source!r}: {type(error).__name__}: {_first_line(error)}"
+            f"{'' if local else looked}"
         ) from error
     if unused:
         names = [key for key in config.to_dict() if not key.startswith("_")]
@@ -132,21 +126,18 @@ def _class_for(config: Any, source: str) -> Any:
     import transformers
 
     named = list(config.architectures or ())
-    for name in named:
-        made = getattr(transformers, name, None)
-        if made is not None:
-            return made
-    if named:
+    made = next((found for name in named if (found := getattr(transformers, name, None)) is not None), None)
+    if made is None and named:
         raise ModelError(
             f"transformers {transformers.__version__} has no class {named[0]!r}, which {source!r} names: a newer "
             "version, or code of the model's own, which is not run here."
         )
     mapping = transformers.AutoModel._model_mapping
-    if type(config) not in mapping:
+    if made is None and type(config) not in mapping:
         raise ModelError(
             f"{source!r} names no class under 'architectures', and there is none for {type(config).__name__}."
         )
-    made = mapping[type(config)]
+    made = mapping[type(config)] if made is None else made
     return made[0] if isinstance(made, (list, tuple)) else made
 
 
@@ -176,10 +167,7 @@ def _first_line(error: Exception) -> str:
 
 def read_value(text: str) -> Any:
     """Reads a value of the command line: a number, true, false, null or a list; anything else is text."""
-    aliases = {"True": True, "False": False, "None": None}
-    if text in aliases:
-        return aliases[text]
     try:
-        return json.loads(text)
+        return json.loads({"True": "true", "False": "false", "None": "null"}.get(text, text))
     except json.JSONDecodeError:
         return text

@@ -10,17 +10,9 @@ from solver_plugins.proxprop import ProxProp
 class ProxPropCallback(TrainerCallback):
     """Preconditions the gradients of a Trainer: ``Trainer(..., callbacks=[ProxPropCallback(mode="cg3")])``.
 
-    The Trainer clips gradients before its optimizer steps, so ``max_grad_norm`` applies to plain gradients. Nothing is
-    kept between two steps: checkpoints do not change, and a resumed run is the same run.
-
-    Args:
-        options: Options of :class:`ProxProp`, without the model.
-
-    Attributes:
-        proxprop: The ProxProp of the current or last training; None before the first.
-
-    Raises:
-        OptionError, TargetError, UnsupportedLayerError: When training begins, as ``ProxProp`` does.
+    Options are those of :class:`ProxProp`, which are checked when training begins; its object is then
+    ``self.proxprop``. The Trainer clips gradients before its optimizer steps, so ``max_grad_norm`` applies to plain
+    gradients. Nothing is kept between two steps: checkpoints do not change, and a resumed run is the same run.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -30,12 +22,10 @@ class ProxPropCallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
     ) -> None:
-        """Attaches ProxProp to the model and the optimizer."""
         self._stop()
         self.proxprop = ProxProp(model, **self.options).attach(optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Detaches ProxProp again."""
         self._stop()
 
     def _stop(self) -> None:

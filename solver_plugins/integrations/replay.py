@@ -21,11 +21,7 @@ _ROWS = ("gain", "shift", "gates")
 
 
 def read_conversion(data: Any, source: str) -> Conversion:
-    """Reads a conversion from plain data.
-
-    Args:
-        data: The content of the JSON file.
-        source: The file's name, for messages.
+    """Reads a conversion from plain data, the content of a JSON file; ``source`` is the file's name, for messages.
 
     Raises:
         LoadingError: If the data is damaged, has another format, or needs a solver or prior that is not registered.
@@ -96,12 +92,7 @@ def with_tensors(data: Any, source: str, read: Callable[[], dict[str, Tensor]]) 
 def read_additions(
     data: Any, source: str, read: Callable[[], dict[str, Tensor]]
 ) -> tuple[Conversion | None, HeadRecord | None]:
-    """Reads a conversion, a head, or both from plain data.
-
-    Args:
-        data: The content of a JSON file.
-        source: The file's name, for messages.
-        read: Reads the tensors that were saved beside it.
+    """Reads a conversion, a head, or both from plain data; ``read`` reads the tensors that were saved beside it.
 
     Raises:
         LoadingError: If the data holds neither, is damaged, or needs something that is not registered.
@@ -119,11 +110,7 @@ def read_additions(
 
 
 def replay(model: nn.Module, conversion: Conversion, source: str) -> nn.Module:
-    """Converts a plain model as the saved one was.
-
-    Raises:
-        LoadingError: If the conversion does not fit the model.
-    """
+    """Converts a plain model as the saved one was; LoadingError if the conversion does not fit the model."""
     try:
         return apply_conversion(model, conversion)
     except SolverPluginsError as error:

@@ -24,12 +24,7 @@ from solver_plugins.surgery import ConversionSpec, convert_model
 
 
 def convert_from_file(model: nn.Module, path: str | Path) -> nn.Module:
-    """Converts a model in place, as a solver file says.
-
-    Raises:
-        OptionError: If the file cannot be read, or holds an option or value that does not fit.
-        SolverPluginsError: If the model cannot be converted that way; it is as it was then.
-    """
+    """Converts a model in place, as a solver file says; errors are those of ``convert_model`` and of the file."""
     return convert_model(model, ConversionSpec.from_file(path))
 
 

@@ -18,8 +18,8 @@ from solver_plugins.surgery import ConversionError, solver_report
 class SolverCallback(TrainerCallback):
     """Looks after the solver blocks of a converted model: ``Trainer(..., callbacks=[SolverCallback()])``.
 
-    It certifies the step sizes at the end of each epoch (as the paper does), every so many steps if asked to, and
-    before each evaluation; it adds to the logs how far the weights have moved since; and it writes the state of the
+    It certifies the step sizes at the end of each epoch (as the paper does), every ``every_steps`` steps if asked to,
+    and before each evaluation; it adds to the logs how far the weights have moved since; and it writes the state of the
     steps into each checkpoint, from where a resumed run takes it, so that it is the same run to the bit.
 
     Logged are ``solver_staleness``, the largest relative change of a block's constant since its last certificate, and,
@@ -33,15 +33,12 @@ class SolverCallback(TrainerCallback):
 
     Args:
         every_epoch: Whether to certify at the end of each epoch.
-        every_steps: Certify every so many steps, too; None for not.
+        every_steps: Certify after every this many steps, too; None for not.
         before_evaluation: Whether to certify before each evaluation during training. Blocks do so by themselves unless
             ``SolverBlock.certify_in_evaluation`` is off.
         tolerance: How far above the truth a certified constant may be.
         log: Whether to add to the logs.
         gate_rate: The learning rate of gates over that of weights, with :meth:`add_to`.
-
-    Raises:
-        OptionError: If ``every_steps`` is not a positive number, or ``tolerance`` is not one.
     """
 
     def __init__(
@@ -55,10 +52,9 @@ class SolverCallback(TrainerCallback):
     ) -> None:
         if every_steps is not None and (isinstance(every_steps, bool) or every_steps < 1):
             raise OptionError(f"Expected every_steps of 1 or more, or None; found {every_steps!r}.")
-        if not 0 < tolerance < math.inf:
-            raise OptionError(f"Expected a tolerance above zero; found {tolerance!r}.")
-        if not 0 < gate_rate < math.inf:
-            raise OptionError(f"Expected a gate_rate above zero; found {gate_rate!r}.")
+        for name, value in (("tolerance", tolerance), ("gate_rate", gate_rate)):
+            if not 0 < value < math.inf:
+                raise OptionError(f"Expected a {name} above zero; found {value!r}.")
         self.every_epoch = every_epoch
         self.every_steps = every_steps
         self.before_evaluation = before_evaluation
@@ -87,12 +83,6 @@ class SolverCallback(TrainerCallback):
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Takes the steps from the checkpoint if the run is resumed.
-
-        Raises:
-            ConversionError: If there is no solver block in the model.
-            LoadingError: If the file with the steps is damaged, or of another conversion.
-        """
         if not _converted(model):
             raise ConversionError(
                 f"SolverCallback expects a converted model; found {type(model).__name__} without a solver block. "
@@ -104,32 +94,22 @@ class SolverCallback(TrainerCallback):
             self._resume(args, state, model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Certifies every so many steps, and where an evaluation follows."""
         due = self.every_steps is not None and state.global_step % self.every_steps == 0
         if due or (self.before_evaluation and control.should_evaluate):
             self._certify(model, state.global_step)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Certifies once per epoch."""
         if self.every_epoch or (self.before_evaluation and control.should_evaluate):
             self._certify(model, state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Writes the steps into the checkpoint that has just been written."""
         folder = _checkpoint(args, state)
         if args.should_save and folder.is_dir():
             write_steps(model, folder)
 
     def on_log(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any = None,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
-        """Adds how stale the steps are, and what implicit solves have left."""
         # Not to the summary at the end of training, nor to the metrics of an evaluation.
         if not self.log or logs is None or "loss" not in logs or not _converted(model):
             return
@@ -187,9 +167,5 @@ def _state_of(model: nn.Module) -> dict[str, float]:
     blocks = solver_report(model).blocks
     drifts = [abs(block.drift - 1) for block in blocks if block.drift is not None]
     residuals = [block.residual for block in blocks if block.residual is not None]
-    found = {}
-    if drifts:
-        found["solver_staleness"] = max(drifts)
-    if residuals:
-        found["solver_residual"] = max(residuals)
-    return found
+    found = {"solver_staleness": drifts, "solver_residual": residuals}
+    return {name: max(values) for name, values in found.items() if values}

@@ -37,10 +37,7 @@ from solver_plugins.wrappers import HOOKED, wrapper_of
 class SolverPluginsConfig(QuantizationConfigMixin):
     """The conversion in ``config.json``; pass one to ``from_pretrained`` to convert plain weights.
 
-    Args:
-        conversion: The conversion, or its plain data.
-        quant_method: Always our own name, under which transformers finds this class.
-        tensors: Names of what was calibrated, where that is in a file beside the config.
+    ``tensors`` names what was calibrated, where that is in a file beside the config.
     """
 
     def __init__(
@@ -108,12 +105,10 @@ class SolverPluginsQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """Returns True, since weights and config are plain."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True: the model can be trained."""
         return True
 
 
@@ -141,17 +136,14 @@ def save_model(model: Any, folder: Path, additions: dict[str, Any]) -> None:
 
 def load_saved(folder: Path, config: dict[str, Any]) -> nn.Module:
     """Loads a model, converted or plain, by the class that its config names."""
-    model: nn.Module = _class_of(folder, config).from_pretrained(folder)
-    return model
+    return _class_of(folder, config).from_pretrained(folder)
 
 
 def load_with_head(folder: Path, config: dict[str, Any], head: HeadRecord) -> nn.Module:
     """Loads a model with a head that ``save_pretrained`` has written, without its conversion.
 
     ``from_pretrained`` does it, because files of some models have other names for tensors, those of a head included.
-
-    Raises:
-        LoadingError: If weights are missing in the file, or it holds others.
+    LoadingError if weights are missing in the file, or it holds others.
     """
     made = _class_of(folder, config)
 
@@ -177,8 +169,7 @@ def load_with_head(folder: Path, config: dict[str, Any], head: HeadRecord) -> nn
 def build_plain(folder: Path, config: dict[str, Any]) -> nn.Module:
     """Builds the plain model of a folder's config, with new weights."""
     made = _class_of(folder, config)
-    model: nn.Module = made._from_config(_plain_settings(made, folder))
-    return model
+    return made._from_config(_plain_settings(made, folder))
 
 
 def _plain_settings(made: Any, folder: Path) -> Any:
@@ -241,10 +232,10 @@ def _replay(model: Any, conversion: Conversion) -> None:
         outer = nn.Module()
         outer.add_module(prefix, model)
         kept = [block for block in conversion.blocks if _inside(prefix, block.layer, block.outlet)]
-        passed, routed = (
-            tuple(name for name in names if _inside(prefix, name))
-            for names in (conversion.passed_over, conversion.routed)
-        )
+        dropouts = {
+            kind: tuple(name for name in getattr(conversion, kind) if _inside(prefix, name))
+            for kind in ("passed_over", "routed")
+        }
         left = [block.layer for block in conversion.blocks if block not in kept]
         if left:
             warn(
@@ -253,8 +244,7 @@ def _replay(model: Any, conversion: Conversion) -> None:
                 SolverPluginsWarning,
             )
         if kept:
-            part = conversion.model_copy(update={"blocks": tuple(kept), "passed_over": passed, "routed": routed})
-            replay(outer, part, "the config")
+            replay(outer, conversion.model_copy(update={"blocks": tuple(kept), **dropouts}), "the config")
     else:
         replay(model, conversion, "the config")
 

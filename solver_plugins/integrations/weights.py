@@ -79,11 +79,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Reads a state dict from a ``.safetensors`` file, or from a torch checkpoint without executing code in it.
-
-    Raises:
-        InputError: If there is no such file, or it holds something else.
-    """
+    """Reads a state dict from a ``.safetensors`` file, or from a torch checkpoint without executing code in it."""
     path = Path(path).expanduser()
     if not path.is_file():
         raise InputError(f"Expected a file with weights; found nothing at {path}.")
