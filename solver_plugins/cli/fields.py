@@ -21,14 +21,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 def takes_fields(config: type[StrictConfig], parameter: str, flags: Mapping[str, str]) -> Callable[[F], F]:
     """Decorates a command: one of its parameters, a dict, becomes one option for each field of a config.
 
-    A field's name is the option's, its description the help text. A field that may hold several texts is repeatable; a
-    mapping is given as key=value, repeatable, too. The dict holds the options that were given, so that all others have
-    the config's own defaults.
-
-    Args:
-        config: The config.
-        parameter: Name of the command's parameter.
-        flags: Names of options that differ from their field's.
+    A field's name is the option's (unless ``flags`` has another one), its description the help text. A field that may
+    hold several texts is repeatable; a mapping is given as key=value, repeatable, too. The dict holds the options that
+    were given, so that all others have the config's own defaults.
     """
     options = {name: _Option(name, field, flags.get(name)) for name, field in config.model_fields.items()}
 
@@ -60,7 +55,6 @@ class _Option:
         self.flag = flag or f"--{name.replace('_', '-')}"
 
     def parameter(self) -> inspect.Parameter:
-        """Returns the parameter that typer makes the option from."""
         several = bool(self.kinds & {tuple, list, dict})
         kind: Any = list[str] if several else next((one for one in (bool, int, float) if one in self.kinds), str)
         flag = f"{self.flag}/--no-{self.flag[2:]}" if kind is bool else self.flag
@@ -73,7 +67,6 @@ class _Option:
         )
 
     def read(self, given: Any) -> Any:
-        """Returns the value of the field."""
         if dict in self.kinds:
             return read_pairs(given, self.flag)
         # One text with a character that no name has is not a list of names, but a regular expression.
@@ -88,11 +81,7 @@ def _branches(annotation: Any) -> list[Any]:
 
 
 def read_pairs(given: list[str] | None, option: str) -> dict[str, Any]:
-    """Reads ``key=value`` texts.
-
-    Raises:
-        OptionError: If one is of another form, or a key is given twice.
-    """
+    """Reads ``key=value`` texts; OptionError if one is of another form, or a key is given twice."""
     pairs: dict[str, Any] = {}
     for text in given or ():
         key, equals, value = text.partition("=")

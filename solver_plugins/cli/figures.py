@@ -2,10 +2,11 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.folder import new_file
-from solver_plugins.surgery import Report
+from solver_plugins.surgery import LayerRow, Report
 
 COLOURS = {
     "dropout-linear-act": "#0072b2",
@@ -33,13 +34,7 @@ def check_figure(path: Path) -> None:
 def draw_report(report: Report, path: Path, title: str | None = None) -> None:
     """Draws the layers along the depth of the network, and the ``L`` of each block on a logarithmic axis.
 
-    Args:
-        report: A report with Lipschitz constants.
-        path: The file; its ending says the format.
-        title: What the network is called; its class by default.
-
-    Raises:
-        OptionError: If the report has no constants, or the path is of another format.
+    The network is called by its class, unless there is a title; the ending of the path says the format.
     """
     check_figure(path)
     shown = [row for row in report.converted if row.L is not None and row.L > 0]
@@ -47,25 +42,20 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
         raise OptionError(
             "A figure shows the Lipschitz constants, and this report has none; leave out lipschitz=False."
         )
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter
 
+    from solver_plugins.studies.figures import label, legend, new_figure, save_figure
+
     names = [row.name for row in report.rows]
-    figure = Figure(figsize=(min(16.0, max(7.0, 3 + 0.16 * len(names))), 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    figure, [[axes]] = new_figure(1, 1, width=min(16.0, max(7.0, 3 + 0.16 * len(names))), height=5.0)
     places = {name: place for place, name in enumerate(names)}
+
+    def dots(rows: list[LayerRow], heights: list[float], what: str, **style: Any) -> None:
+        axes.plot([places[row.name] for row in rows], heights, "o", label=f"{what} ({len(rows)})", **style)
+
     for pattern in dict.fromkeys(row.pattern for row in shown):
         rows = [row for row in shown if row.pattern == pattern]
-        axes.plot(
-            [places[row.name] for row in rows],
-            [row.L or 0.0 for row in rows],
-            "o",
-            color=COLOURS.get(pattern, "#000000"),
-            label=f"{pattern} ({len(rows)})",
-            markersize=6,
-        )
+        dots(rows, [row.L or 0.0 for row in rows], pattern, color=COLOURS.get(pattern, "#000000"), markersize=6)
     left = [row for row in report.rows if not row.converted]
     values = [row.L for row in shown if row.L is not None]
     low, high = (min(values), max(values)) if values else (1.0, 1.0)
@@ -74,16 +64,13 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
     low, high = middle * 10**-half, middle * 10**half
     if left:
         # They have no L, and stand in a row of their own at the bottom.
-        axes.plot(
-            [places[row.name] for row in left],
-            [low * 10 ** (0.05 * half)] * len(left),
-            "o",
-            markerfacecolor="none",
-            markeredgecolor="#999999",
-            markersize=5,
-            label=f"left alone ({len(left)})",
-        )
-    axes.set_yscale("log")
+        style = {"markerfacecolor": "none", "markeredgecolor": "#999999", "markersize": 5}
+        dots(left, [low * 10 ** (0.05 * half)] * len(left), "left alone", **style)
+    what = f"{title or report.model}: {len(report.converted)} of {len(report.rows)} layers become {report.solver}"
+    every = max(1, math.ceil(len(names) / _MOST_NAMES))
+    where = f"layer, in the order of the network{f' (every {_ordinal(every)} named)' if every > 1 else ''}"
+    constant = r"$L = \lambda_{\max}(A A^\top)$, certified"
+    label(axes, where, constant, f"{what}, iters={report.options['iters']}", log="y")
     axes.set_ylim(low, high)
     # Within two decades there is room to name steps between the powers of ten as well.
     named = (1, 2, 3, 5) if high / low < 100 else (1,)
@@ -91,19 +78,10 @@ def draw_report(report: Report, path: Path, title: str | None = None) -> None:
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leading(value) in named else ""))
     axes.tick_params(axis="y", which="both", labelsize=9)
     axes.set_xlim(-1, max(1, len(names)))
-    every = max(1, math.ceil(len(names) / _MOST_NAMES))
     axes.set_xticks(range(0, len(names), every), [_short(name) for name in names[::every]], rotation=90, fontsize=7)
-    axes.set_xlabel(f"layer, in the order of the network{f' (every {_ordinal(every)} named)' if every > 1 else ''}")
-    axes.set_ylabel(r"$L = \lambda_{\max}(A A^\top)$, certified")
-    what = f"{title or report.model}: {len(report.converted)} of {len(report.rows)} layers become {report.solver}"
-    axes.set_title(f"{what}, iters={report.options['iters']}", loc="left", fontsize=11)
-    axes.grid(axis="y", which="major", color="#dddddd", linewidth=0.8)
-    axes.set_axisbelow(True)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
+    legend(axes, outside=True)
     with new_file(path) as made:
-        figure.savefig(made, dpi=150)
+        save_figure(figure, made)
 
 
 def _leading(value: float) -> int:

@@ -119,7 +119,6 @@ class StructuredDropoutRegularizer(AtClassifier):
         return None if self._rows is None else tuple(self._rows.shape)
 
     def reset(self) -> None:
-        """Forgets the last forward pass."""
         self._rows, self._passes = None, 0
 
     def remove(self) -> None:

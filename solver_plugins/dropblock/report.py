@@ -37,7 +37,6 @@ class DropoutReport(Printable):
 
     @property
     def converted(self) -> list[DropoutRow]:
-        """The rows of dropouts that are converted."""
         return [row for row in self.rows if row.converted]
 
     def to_dict(self) -> dict[str, Any]:
@@ -47,7 +46,6 @@ class DropoutReport(Printable):
         return f"{self.model}: {len(self.converted)} of {len(self.rows)} dropouts become {self.scheme}"
 
     def parts(self, width: int) -> "list[RenderableType]":
-        """Returns the headline, a table of converted dropouts, and a line per reason for the others."""
         parts = [sentence(self.headline(), style="bold")]
         if self.converted:
             table = plain_table(("dropout", "class", "sees", "p", "blocks over", "becomes"), right=("p",))

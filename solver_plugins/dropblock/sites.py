@@ -45,7 +45,6 @@ class Site:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of its input at the first call; () if it is never called."""
         return self.shapes[0] if self.shapes else ()
 
 

@@ -39,7 +39,6 @@ class DeepOptEqConfig(StrictConfig):
     )
 
     def layer_options(self) -> dict[str, Any]:
-        """Returns keyword arguments of :class:`OptEqLayer`."""
         named = {"name": self.activation} if isinstance(self.activation, str) else dict(self.activation)
         prior = allowed_activation(named.pop("name", ""), **named)
         return {"activation": prior, "constraint": self.constraint, "norm": self.norm}

@@ -147,7 +147,6 @@ class OptEqLayer(nn.Module):
         return Unit(operator, offset, self.prior)
 
     def forward(self, z: Tensor, x: Tensor, alpha: float = 1.0) -> Tensor:
-        """Returns ``f(z, x)``."""
         return self.unit(x, z.dtype).step(z, alpha)
 
     def extra_repr(self) -> str:

@@ -38,7 +38,6 @@ class Unit:
         return self.offset if z is None else _added(self.operator.apply(z), self.offset)
 
     def value(self, z: Tensor | None) -> Tensor:
-        """Returns ``W^T s(W z + c)``."""
         return self.operator.adjoint(self.prior.prox(self.argument(z), 1.0))
 
     def step(self, z: Tensor | None, alpha: float) -> Tensor:
@@ -56,7 +55,6 @@ class Unit:
         return mixed(z, self.operator.adjoint(value), alpha), slope
 
     def scaled(self, slope: "Slope", v: Tensor) -> Tensor:
-        """Returns ``D v``."""
         return self.prior.vjp(slope.value, 1.0, v) if slope.derivative is None else slope.derivative * v
 
     def curvature(self, slope: "Slope", y: Tensor) -> Tensor:
@@ -98,7 +96,7 @@ def may_look() -> bool:
     return not torch.compiler.is_compiling() and not is_faked()
 
 
-class Layout(Protocol):
+class StateLayout(Protocol):
     """How the states of a problem lie in memory."""
 
     @property
@@ -110,21 +108,21 @@ class Layout(Protocol):
         """Whether states are feature maps in the memory format channels_last."""
 
 
-class FixedPointProblem(Layout, Protocol):
+class FixedPointProblem(StateLayout, Protocol):
     """What the solvers know about a problem."""
 
     def image(self, z: Tensor | None) -> Tensor:
         """Returns ``T(z)``; None is zero."""
 
 
-def rows_of(layout: Layout, z: Tensor) -> Tensor:
+def rows_of(layout: StateLayout, z: Tensor) -> Tensor:
     """Returns states ``[batch, ...]`` as a view with one row per problem, in the order of memory."""
     if layout.channels_last:
         z = z.permute(0, 2, 3, 1)
     return z.reshape(math.prod(z.shape[: z.ndim - len(layout.dims)]), -1)
 
 
-def states_of(layout: Layout, rows: Tensor, shape: torch.Size) -> Tensor:
+def states_of(layout: StateLayout, rows: Tensor, shape: torch.Size) -> Tensor:
     """Returns rows as states of a shape: the inverse of :func:`rows_of`."""
     if not layout.channels_last:
         return rows.reshape(shape)
@@ -264,13 +262,11 @@ class Jacobian:
         return tuple(part for z, slope in parts for part in (z, slope.value, slope.derivative))
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "Jacobian":
-        """Returns the same Jacobian with other :attr:`tensors`."""
         values = cast(Sequence[Tensor], tensors[1::3])
         slopes = tuple(Slope(value, slope) for value, slope in zip(values, tensors[2::3], strict=True))
         return dataclasses.replace(self, slopes=slopes, inputs=tuple(tensors[::3]))
 
     def transposed(self, y: Tensor) -> Tensor:
-        """Returns ``J^T y``."""
         return self.finish(self.pull(y))
 
     def pull(self, y: Tensor) -> Pull:

@@ -56,14 +56,13 @@ class LayerCall:
 
 
 @dataclass
-class Gram:
+class RowSums:
     """``X^T X`` and ``1^T X``."""
 
     matrix: Tensor
     sums: Tensor
 
-    def add(self, other: "Gram") -> None:
-        """Adds the Gram matrix of more rows."""
+    def add(self, other: "RowSums") -> None:
         self.matrix += other.matrix
         self.sums += other.sums
 
@@ -92,7 +91,7 @@ class Tally:
     fold_limit: int
     parameter: Tensor | None = None
     kept: list[LayerCall] = field(default_factory=list)
-    gram: Gram | None = None
+    gram: RowSums | None = None
     rows: int = 0
     calls: int = 0
     task: int | None = None
@@ -101,7 +100,6 @@ class Tally:
     left: tuple[Any, int] | None = None
 
     def clear(self) -> None:
-        """Forgets all calls."""
         for call in self.kept:
             # Its hook lives as long as the graph, perhaps with a loss that the user keeps.
             call.x = call.d = None
@@ -135,7 +133,6 @@ class Tally:
         self.left = None if grad is None else (weakref.ref(grad), grad._version)
 
     def add(self, x: Tensor, d: Tensor) -> LayerCall:
-        """Counts one call."""
         assert self.shape is not None
         call = LayerCall(x, d, self.shape.count(x), self.epoch, x._version)
         self.calls += 1
@@ -154,7 +151,7 @@ class Tally:
             given = call.input()
             with autocast_off(given.device):
                 x, margins = self.shape.without_zeros(given, working_dtype(given.dtype))
-                part = Gram(gram(self.shape, x, margins), self.shape.column_sums(x, margins))
+                part = RowSums(gram(self.shape, x, margins), self.shape.column_sums(x, margins))
             if self.gram is None:
                 self.gram = part
             else:
@@ -199,7 +196,6 @@ class Listener:
         _UNCOMPILED[0](self, layer, args, kwargs, output)
 
     def listen(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        """Prepares to hear the gradient of ``output``."""
         state = self._state() if self._state is not None else None
         tally = self._tally() if self._tally is not None else None
         if state is None or tally is None or not state.active or layer is not tally.layer:

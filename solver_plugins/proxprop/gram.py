@@ -169,7 +169,6 @@ class _Columns:
         self.borders = [(one, _Correlation(_strip(z, 4, one), line_taps, 1)) for one in columns.borders()]
 
     def add(self, z: Tensor) -> None:
-        """Adds more samples."""
         self.all.add(z)
         for border, sums in self.borders:
             sums.add(_strip(z, 4, border))
@@ -222,7 +221,6 @@ class _Overlap:
         self.others = [axis for axis in range(rows.geometry.dims) if axis not in (line_axis, column_axis)]
 
     def add(self, total: Tensor, x: Tensor, margins: Margins) -> None:
-        """Adds the matrix of one input."""
         x = surround(x, tuple(pair if axis in self.others else (0, 0) for axis, pair in enumerate(margins)))
         # Phases of the same kind are summed together: wide gaps have many phases, but few kinds.
         kinds: dict[tuple[_Axis, _Axis], list[Iterator[Tensor]]] = {}

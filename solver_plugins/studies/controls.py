@@ -32,7 +32,6 @@ class Gained(nn.Module):
         self.gain = nn.Parameter(torch.ones(len(layer.weight), *[1] * (layer.weight.ndim - 2)))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the layer's output times the gains."""
         found: Tensor = self.layer(input) * self.gain
         return found
 

@@ -62,18 +62,14 @@ class LastLayers(nn.Module):
         self.classify = nn.Linear(width, classes, bias=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns the features that the last layer takes."""
         return self.reduce(self.backbone(images))
 
 
 class SquaredLoss:
     """The squared loss with DropBlock, sampled or in expectation: an objective of the training loop that keeps curves.
 
-    Attributes:
-        at: The steps at which the curves were read.
-        objective: The expected loss at these steps.
-        sampled: The loss with the masks of these steps; empty where nothing is sampled.
-        predictions: Those of the last step, without masks.
+    At the steps ``at`` it keeps the expected loss and, where masks are drawn, the loss with them; ``predictions`` are
+    those of the last step, without masks.
     """
 
     def __init__(self, config: DeepConfig, sampling: bool):
@@ -86,7 +82,6 @@ class SquaredLoss:
         self._step = 0
 
     def __call__(self, model: Any, batch: Batch) -> Tensor:
-        """Returns the loss of the step, per image."""
         config, weight = self.config, model.classify.weight
         targets = functional.one_hot(batch["labels"], len(weight)).float()
         features = model(batch["image"])

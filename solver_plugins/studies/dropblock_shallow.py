@@ -44,7 +44,6 @@ class Descent(StrictConfig):
     batch_size: int | None = Field(None, ge=1, description="Samples of a step; all of them by default.")
 
     def rate(self, step: int) -> float:
-        """Returns the learning rate of a step."""
         return self.lr * (1.0 if self.schedule == "constant" else (1 + math.cos(math.pi * step / self.iterations)) / 2)
 
 
@@ -67,14 +66,7 @@ Thetas = list[Annotated[float, pydantic.AfterValidator(_check_theta)]]
 
 @dataclass(frozen=True)
 class Problem:
-    """Data and first weights, in float64.
-
-    Attributes:
-        X: Inputs.
-        Y: Targets.
-        U: First weights of the last layer.
-        V: First weights of the first layer.
-    """
+    """Data ``X``, ``Y`` and first weights ``U``, ``V`` of the last and the first layer, in float64."""
 
     X: Tensor
     Y: Tensor
@@ -112,15 +104,10 @@ def synthetic(sizes: Sizes, seed: int, shape_inputs: Callable[[Tensor], Tensor] 
 
 @dataclass(frozen=True)
 class Trained:
-    """The weights after training, in float64, and the curves.
+    """The weights after training, in float64, and the curves, read at these iterations.
 
-    Attributes:
-        U: Weights of the last layer.
-        V: Weights of the first layer.
-        iterations: The steps at which the curves were read.
-        sampled: The objective with the masks of that step, over the samples of its batch, scaled to all of them; empty
-            where nothing is sampled.
-        objective: The deterministic objective with the same weights.
+    ``sampled`` is the objective with the masks of that step, over the samples of its batch, scaled to all of them
+    (empty where nothing is sampled), ``objective`` the deterministic one with the same weights.
     """
 
     U: Tensor
@@ -159,16 +146,9 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 def train(
     problem: Problem, descent: Descent, objective: Objective, predict: Predict | None, context: Context
 ) -> Trained:
-    """Trains the network with sampled masks, or without any on the deterministic objective itself.
+    """Trains the network with sampled masks, or without any (``predict`` is None) on the deterministic objective.
 
     The loop of the matrix problems: they descend on a closed form in float64 and read curves at steps, not epochs.
-
-    Args:
-        problem: Data and first weights.
-        descent: The schedule.
-        objective: The deterministic objective, for the curve, and to descend on where nothing is sampled.
-        predict: Predictions with masks; None for none.
-        context: Where it runs.
     """
     dtype = torch.float32 if predict is not None else torch.float64
     X, Y = problem.X.to(dtype), problem.Y.to(dtype)
@@ -227,17 +207,12 @@ C = TypeVar("C", bound=ShallowConfig)
 
 
 class ShallowStudy(Study[C]):
-    """A study of the synthetic problem: one row of the table for each cell.
-
-    Attributes:
-        heading: The heading of the rows' names.
-    """
+    """A study of the synthetic problem: one row of the table for each cell."""
 
     tags = ("dropblock", "synthetic")
     heading: ClassVar[str]
 
     def row_name(self, one: Measured) -> str:
-        """Returns what a row is called, without its seed."""
         return one.cell.arm
 
     def cell_table(
@@ -276,14 +251,9 @@ def plotted(one: Measured, key: str) -> tuple[list[int], list[float]]:
 
 
 class Panels(NamedTuple):
-    """Two panels, one above the other: an arm with its masks, and the objectives of all arms.
+    """Two panels, one above the other: the arm ``sampled`` (and its name) with its masks, and all objectives.
 
-    Attributes:
-        title: What they show.
-        cells: One cell for each arm.
-        sampled: The arm that is shown with its masks, and its name.
-        names: Names of the arms.
-        minimum: The global minimum, if it is shown.
+    ``cells`` has one cell for each arm, and ``minimum`` is the global minimum, if it is shown.
     """
 
     title: str

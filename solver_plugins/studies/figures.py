@@ -46,13 +46,8 @@ def draw_by(
 ) -> None:  # fmt: skip
     """Draws values by a setting: a line through the means over seeds for each name, and a dot for each seed.
 
-    Args:
-        axes: Where.
-        places: The values of the setting, which the horizontal axis names, on a logarithmic scale.
-        found: For each name the values of all seeds at each place; None and nothing leave gaps.
-        x: Label of the horizontal axis.
-        y: Label of the vertical axis.
-        log: "y" for a logarithmic vertical axis.
+    The setting's values, ``places``, name the horizontal axis, on a logarithmic scale. ``found`` has for each name the
+    values of all seeds at each place; None and nothing leave gaps. ``log="y"`` makes the vertical axis logarithmic.
     """
     for index, (name, values) in enumerate(found.items()):
         known = [[one for one in at if one is not None] for at in values]

@@ -35,7 +35,6 @@ class OptEqNetwork(StrictConfig):
     iters: int = Field(20, ge=1, description="K, the evaluations of the map.")
 
     def make(self, images: Images, **options: Any) -> OptEqNet:
-        """Returns the network for a data set; options are those of OptEqNet."""
         own = {**self.model_dump(), "hidden": tuple(self.hidden), **options}
         return OptEqNet(images.classes, images.shape[0], **own)
 
@@ -64,7 +63,6 @@ class OptEqStudy(ImageStudy[C]):
     tags = ("opteq", "images")
 
     def _setting(self, results: Results) -> str:
-        """Returns what the report says about data, network and training."""
         config = self.config
         return (
             f"{len(self._images.train)} images of {config.data.name!r}, hidden channels "

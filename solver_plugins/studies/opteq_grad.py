@@ -42,12 +42,10 @@ class DrawnMap(StrictConfig):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         size = "" if self.kind == "linear" else f"x{self.size}x{self.size}"
         return f"{self.kind} {self.width}{size}, L = {self.layers}"
 
     def inputs(self) -> Tensor:
-        """Returns inputs of this map."""
         shape = (self.width,) if self.kind == "linear" else (self.width, self.size, self.size)
         return torch.randn(self.batch, *shape)
 
@@ -214,7 +212,6 @@ def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def _peak_bytes(call: Callable[[], Tensor]) -> int:
-    """Returns the peak number of bytes of tensors that a call creates."""
     with _Held() as held:
         call()
     return held.peak

@@ -75,13 +75,12 @@ class OptEqRegularizers(OptEqStudy[RegularizersConfig]):
         self._make(self.cells()[0])
 
     def _arms(self) -> dict[str, float | None]:
-        """Returns the arms of the first table, and the weights of their regularisers."""
+        """Returns the runs of the first table, and the weights of their regularisers."""
         chosen = {f"{SAM} {name}": lam for name, lam in self.config.chosen.items()}
         appended = {f"{APPENDED} {name}": lam for name, lam in self.config.appended.items()}
         return {NONE: None, **chosen, **appended}
 
     def _weighed(self) -> list[tuple[str, float]]:
-        """Returns the regularisers and weights of the second table."""
         return [(name, lam) for name, found in self.config.weights.items() for lam in found]
 
     def cells(self) -> list[Cell]:

@@ -46,7 +46,6 @@ class Training(StrictConfig):
     epochs: int = Field(50, ge=1, description="Passes over the training split.")
 
     def settings(self, lr: float) -> TrainSettings:
-        """Returns the settings of the training loop for a step size."""
         # torch refuses Nesterov's method without momentum.
         opt = "momentum" if self.optimizer == "nesterov" and not self.momentum else self.optimizer
         return TrainSettings(self.epochs, OptimizerSection(opt=opt, lr=lr, weight_decay=0.0, momentum=self.momentum))
@@ -63,9 +62,7 @@ def conv_net(shape: tuple[int, int, int], filters: list[int], classes: int, norm
     """Returns the convolutional network; the paper's has 16, 20 and 20 filters of 5x5, each followed by pooling.
 
     This is the network of the paper's text; the authors' code leaves out the last pooling, and neither has a norm.
-
-    Raises:
-        DataError: If the images are too small.
+    DataError if the images are too small.
     """
     channels, height, width = shape
     shrink = 2 ** len(filters)
@@ -88,9 +85,8 @@ def train_network(
 ) -> dict[str, Any]:  # fmt: skip
     """Trains with plain gradients (mode "backprop") or ProxProp's ("exact", "cg3"), until the end or divergence.
 
-    Returns:
-        The values of a cell. Its curves have a point before the first epoch and after each one: the loss over the whole
-        training split, the accuracy on the validation split in percent, and the seconds spent in training.
+    It returns the values of a cell. Its curves have a point before the first epoch and after each one: the loss over
+    the whole training split, the accuracy on the validation split in percent, and the seconds spent in training.
     """
     model = model.to(context.device)
     train, validation = (part.to(context.device) for part in (images.train, images.validation))

@@ -47,12 +47,9 @@ class StudyConfig(StrictConfig):
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: an arm with a seed in a setting. It depends on these, the config and earlier stages only.
+    """One measurement: what is compared ("backprop", "cg3"), with a seed, in a setting (what else varies).
 
-    Attributes:
-        arm: What is compared ("backprop", "cg3").
-        seed: The seed of data, weights and sampling.
-        setting: What else varies, as pairs of name and value.
+    It depends on these, the config and earlier stages only.
     """
 
     arm: str
@@ -66,7 +63,6 @@ class Cell:
 
     @property
     def place(self) -> str:
-        """The name without the seed."""
         setting = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in self.setting)
         return re.sub(r"[^\w.=+-]", "-", "_".join([self.arm, *setting]))
 
@@ -85,14 +81,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """A cell and its results.
-
-    Attributes:
-        cell: The cell.
-        values: What its study returned; long lists are under "curves".
-        seconds: Wall time.
-        cpu_seconds: CPU time of all threads of the process.
-    """
+    """A cell and what its study returned (long lists are under "curves"), with its wall time and CPU time."""
 
     cell: Cell
     values: dict[str, Any]
@@ -104,7 +93,6 @@ class Results(list[Measured]):
     """The measured cells, in the order of the study."""
 
     def of(self, *, arm: str | None = None, seed: int | None = None, **setting: Value) -> Self:
-        """Returns the cells of an arm, a seed, and values of the setting."""
         wanted = setting.items()
         return type(self)(
             one
@@ -115,7 +103,6 @@ class Results(list[Measured]):
         )
 
     def each(self, key: str) -> list[Any]:
-        """Returns a value of every cell."""
         return [one.values[key] for one in self]
 
     def known(self, key: str) -> list[float]:
@@ -159,14 +146,7 @@ def finite(value: float | torch.Tensor) -> float | None:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the report.
-
-    Attributes:
-        title: One line above it.
-        columns: The headings; the first column is text, the others are numbers.
-        rows: The texts of each row.
-        note: What readers should know.
-    """
+    """A table of the report: the first column is text, the others are numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -174,7 +154,6 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
-        """Returns the table as Markdown."""
         aligned = ["---", *("---:" for _ in self.columns[1:])]
         lines = [_row(self.columns), _row(aligned), *(_row(row) for row in self.rows)]
         return f"**{self.title}**\n\n" + "\n".join(lines) + (f"\n\n{self.note}" if self.note else "") + "\n"

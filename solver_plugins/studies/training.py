@@ -42,11 +42,9 @@ class Fitting(StrictConfig):
     flip: bool = Field(False, description="Whether every other image is mirrored, at random.")
 
     def batches(self, train: Part, seed: int) -> Shuffled:
-        """Returns the training batches of a split."""
         return Shuffled(train, self.batch_size, seed, shift=self.shift, flip=self.flip)
 
     def settings(self) -> TrainSettings:
-        """Returns the settings of the training loop."""
         schedule = ScheduleSection(sched="cosine")
         if self.decay_epochs is not None:
             schedule = ScheduleSection(sched="step", decay_epochs=self.decay_epochs, decay_rate=self.decay_rate)
@@ -66,14 +64,7 @@ class Fitting(StrictConfig):
 
 @dataclass(frozen=True)
 class Fitted:
-    """How training went.
-
-    Attributes:
-        loss: The loss of the last step; None if training diverged.
-        seconds: Wall time of training, without evaluation.
-        cpu_seconds: CPU time of training, without evaluation.
-        steps: The number of optimiser steps.
-    """
+    """How training went: the loss of the last step (None if it diverged), the steps, and times without evaluation."""
 
     loss: float | None
     seconds: float
@@ -98,14 +89,8 @@ def fit(
 ) -> Fitted:
     """Trains the parameters that require a gradient, until the end or until something is not finite.
 
-    Args:
-        model: The model.
-        batches: The training data, on the device of the context.
-        settings: Optimiser, schedule and number of epochs.
-        context: Where the cell runs.
-        objective: What is minimised; the loss of a classifier by default.
-        additions: Implicit weight steps or a regulariser, which are removed after training.
-        hooks: What happens after steps and epochs.
+    ``objective`` is the loss of a classifier by default; ``additions`` (implicit weight steps, a regulariser) are
+    removed after training.
     """
     context, additions = context or Context(), additions or Additions()
     alone = Alone(context.device, context.talks)
@@ -125,14 +110,10 @@ def fit(
 
 
 def scores(model: nn.Module, part: Part, *place: int | str, size: int = EVALUATION_BATCH, trials: int = 1) -> Scores:
-    """Returns loss and accuracy on a split.
+    """Returns loss and accuracy on a split, ``size`` images at a time.
 
-    Args:
-        model: The model, on the device of the split.
-        part: The split.
-        *place: Seeds the random numbers of a model that samples.
-        size: How many images are evaluated at once.
-        trials: How often a model that samples in evaluation is evaluated.
+    ``place`` seeds the random numbers of a model that samples; one that samples in evaluation is evaluated ``trials``
+    times.
     """
     places: Any = [slice(start, start + size) for start in range(0, len(part), size)]
     loader: Any = DataLoader(part, batch_size=None, sampler=places)  # type: ignore[arg-type]

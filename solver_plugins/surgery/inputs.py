@@ -31,7 +31,6 @@ class Inputs:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns both, on a device."""
         return _moved(self.args, device), _moved(self.kwargs, device)
 
 

@@ -34,7 +34,6 @@ class Plan:
     priors: dict[str, Prior]
 
     def solver_for(self, one: Chosen) -> Solver:
-        """Returns the solver of one block, with that block's rate."""
         return self.spec.make_solver(one.p)
 
 

@@ -117,7 +117,6 @@ class Report(Printable):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The solver's options that were asked for."""
         return {"iters": self.spec.iters, **self.spec.args}
 
     @property

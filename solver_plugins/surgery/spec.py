@@ -176,13 +176,11 @@ class ConversionSpec(StrictConfig):
 
     @property
     def solver_class(self) -> type[Solver]:
-        """The class of the solver."""
         made: type[Solver] = SOLVERS.get(self.solver)
         return made
 
     @property
     def samples(self) -> Samples:
-        """What the solver draws at random."""
         return self.solver_class.samples
 
     @property
@@ -191,7 +189,6 @@ class ConversionSpec(StrictConfig):
         return not (callable(self.targets) or callable(self.exclude))
 
     def make_solver(self, p: float | None = None) -> Solver:
-        """Returns the solver of a block, at that block's rate."""
         rate = {"p": p} if p is not None and issubclass(self.solver_class.Config, RateConfig) else {}
         return self.solver_class.from_options(iters=self.iters, **self.args, **rate)
 

@@ -96,7 +96,6 @@ class SolverReport(Printable):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What needs attention."""
         lines = []
         for verdict, remedy in (
             ("not finite", "look at the weights and inputs"),

@@ -45,7 +45,6 @@ class Suggestion:
     why: str
 
     def ask(self) -> str:
-        """Returns the options as the user writes them."""
         return listed(self.options) or "by default"
 
 

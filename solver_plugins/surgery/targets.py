@@ -31,7 +31,6 @@ class Target:
     whole: bool = False
 
     def names(self, name: str, module: nn.Module) -> bool:
-        """Whether it means this module."""
         return self.matches(name, module)
 
 
@@ -43,11 +42,9 @@ class TargetList:
     targets: tuple[Target, ...]
 
     def names(self, name: str, module: nn.Module) -> bool:
-        """Whether any of the targets means a module."""
         return any(target.matches(name, module) for target in self.targets)
 
     def meets(self, block: Block) -> bool:
-        """Whether any of the targets means the block."""
         return any(_meets(target, block) for target in self.targets)
 
     def check(
