@@ -13,12 +13,9 @@ from solver_plugins.operators.operator import LinearOperator
 
 
 def operator_for(layer: nn.Module, input_shape: Sequence[int], *, diagonal: Tensor | None = None) -> LinearOperator:
-    """Returns the operator that a layer applies to inputs of one shape, without the bias.
+    """Returns the operator that a layer applies to inputs of one shape, with or without batch dimensions; no bias.
 
-    Args:
-        layer: Any layer that :func:`~solver_plugins.operators.kernel_of` can read.
-        input_shape: The shape of the input, with or without batch dimensions.
-        diagonal: A scale per output feature (a folded norm).
+    ``diagonal`` is a scale per output feature (a folded norm).
 
     Raises:
         UnsupportedLayerError: If the layer cannot be read.

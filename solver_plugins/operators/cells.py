@@ -28,13 +28,10 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Cells:
-    """Cells of one shape.
+    """Cells of one shape around frequencies ``centres`` ``(count, dims)``, for a symbol of degrees ``m_j``.
 
-    Attributes:
-        centres: Frequencies, shape ``(count, dims)``.
-        degrees: ``m_j``.
-        widths: Half the widths of a box that contains a cell, per dimension.
-        shrink: The smallest ratio of a symbol at the centre to its maximum, if the maximum lies in the cell.
+    ``widths`` are half the widths of a box that contains a cell, per dimension; ``shrink`` is the smallest ratio of a
+    symbol at the centre to its maximum, if the maximum lies in the cell.
     """
 
     centres: Tensor

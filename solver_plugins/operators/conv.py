@@ -32,11 +32,8 @@ _CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (
 class ConvMap(LinearOperator):
     """``A u = diag(d) (W * u)`` for inputs ``[..., n1, *input_size]``; leading dimensions are batch dimensions.
 
-    Attributes:
-        weight: ``W``, shape ``(n2, n1 / groups, *kernel_size)``.
-        diagonal: ``d``, shape ``(n2,)``, or None for ones.
-        geometry: Stride, padding, dilation and groups.
-        input_size: The spatial size of ``u``. The adjoint needs it because a stride rounds the output size.
+    ``W`` has the shape ``(n2, n1 / groups, *kernel_size)``. The adjoint needs the spatial size of ``u`` because a
+    stride rounds the output size.
     """
 
     geometry: Geometry

@@ -15,13 +15,9 @@ Padding = tuple[tuple[int, int], ...]
 class Geometry:
     """The spatial arguments of a convolution; tuples have one entry per spatial dimension, and none for a Linear.
 
-    Attributes:
-        stride: Step between outputs.
-        padding: Explicit ``(left, right)`` amounts, or ``"same_dynamic"``: TensorFlow's SAME, whose total depends on
-            the input size, ``max((ceil(n/s) - 1) s + d (k - 1) + 1 - n, 0)``; the left side gets the smaller half.
-        dilation: Distance between taps.
-        groups: The number of independent convolutions that the channels are split into.
-        padding_mode: "zeros", "circular", "reflect" or "replicate".
+    ``padding`` has explicit ``(left, right)`` amounts, or is ``"same_dynamic"``: TensorFlow's SAME, whose total depends
+    on the input size, ``max((ceil(n/s) - 1) s + d (k - 1) + 1 - n, 0)``; the left side gets the smaller half.
+    ``padding_mode`` is "zeros", "circular", "reflect" or "replicate".
     """
 
     stride: tuple[int, ...] = ()
@@ -63,13 +59,10 @@ class Geometry:
         *,
         dims: int | None = None,
     ) -> "Geometry":
-        """Normalises the arguments of ``torch.nn.Conv*d``.
+        """Normalises the arguments of ``torch.nn.Conv*d``; an OptionError says what does not fit.
 
         Padding "same" is ``d (k - 1)`` in total, with the smaller half on the left. ``dims`` is the number of spatial
         dimensions; by default the length of ``kernel_size``, and one if that is a single number.
-
-        Raises:
-            OptionError: If lengths do not agree, a value is out of range, or a word is unknown.
         """
         dims = dims if dims is not None else (1 if isinstance(kernel_size, int) else len(kernel_size))
         kernel = _per_dimension("kernel_size", kernel_size, dims)

@@ -44,18 +44,12 @@ def lanczos_estimates(matrices: Tensor, steps: int = _ESTIMATE_STEPS) -> Tensor:
 
 
 def largest_eigenvalue(gram: Callable[[Tensor], Tensor], start: Tensor, tolerance: float = 1e-10) -> Tensor:
-    """Returns the largest eigenvalue of a positive semidefinite map to a relative ``tolerance``.
+    """Returns the largest eigenvalue of a positive semidefinite map ``v -> G v`` to a relative ``tolerance``.
 
     Lanczos with full (repeated) orthogonalisation and thick restarts, which keep the best Ritz vectors and the last
     direction. The error of a Ritz value is at most its residual ``r``, and ``r^2`` over the gap to the next value.
-
-    Args:
-        gram: ``v -> G v`` for vectors of the shape of ``start``.
-        start: A vector with a component along the top eigenvector.
-        tolerance: The relative error of the eigenvalue.
-
-    Warns:
-        NotConvergedWarning: If the tolerance is not reached; the value is then a lower bound.
+    ``start`` has a component along the top eigenvector. If the tolerance is not reached, a NotConvergedWarning says
+    that the value is a lower bound.
     """
     size = start.numel()
     limit = min(_BASIS, size)

@@ -29,14 +29,10 @@ SUPPORTED = (
 
 
 def register_layer(layer_class: type[nn.Module] | str, reader: Reader) -> None:
-    """Adds a layer class, including its subclasses that keep its forward.
+    """Adds a layer class, or its qualified name ("package.module.Class"), with the subclasses that keep its forward.
 
-    Args:
-        layer_class: The class, or its qualified name ("package.module.Class"), which needs no import.
-        reader: Returns kernel and geometry; the layer must compute exactly that convolution plus a bias.
-
-    Raises:
-        DuplicateNameError: If the class has a reader already.
+    ``reader`` returns kernel and geometry; the layer must compute exactly that convolution plus a bias.
+    DuplicateNameError if the class has a reader already.
     """
     name = layer_class if isinstance(layer_class, str) else _qualified_name(layer_class)
     LAYERS.register(name, reader)

@@ -15,9 +15,7 @@ from solver_plugins.operators.precision import check_diagonal, match_dtype, scal
 class LinearMap(LinearOperator):
     """``A u = diag(d) W u`` along the last dimension; all other dimensions are batch dimensions.
 
-    Attributes:
-        weight: ``W``, shape ``(n2, n1)``; may be a transposed view.
-        diagonal: ``d``, shape ``(n2,)``, or None for ones.
+    ``W``, of shape ``(n2, n1)``, may be a transposed view.
     """
 
     diagonal: Tensor | None = None

@@ -14,11 +14,8 @@ class LinearOperator(abc.ABC):
     """A linear map ``A`` and its exact adjoint, for inputs of one size.
 
     Each forward pass makes a new operator from the current weights. An operator holds no state and no ``nn.Module``,
-    and is differentiable in its tensors. The bias is not part of ``A``.
-
-    Attributes:
-        weight: The layer's weight, in the layer's own layout.
-        diagonal: A scale per output feature (a folded norm): the operator is ``diag(d) A``. None means ones.
+    and is differentiable in its tensors. The bias is not part of ``A``. With a ``diagonal``, a scale per output feature
+    (a folded norm), the operator is ``diag(d) A``.
     """
 
     weight: Tensor

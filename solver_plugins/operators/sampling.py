@@ -48,18 +48,10 @@ def tau_nice_mask(
     dtype: torch.dtype | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Draws tau-nice sets (Definition 3.1 of the paper): every subset of ``tau`` features is equally likely.
+    """Draws tau-nice sets (Definition 3.1 of the paper): every subset of ``tau`` of ``n`` features is equally likely.
 
-    Args:
-        shape_of_batch: One set is drawn per element; ``()`` draws a single set.
-        n: The number of features.
-        tau: The exact number of chosen features.
-        device: The device of the mask.
-        dtype: The dtype of the mask.
-        generator: The source of randomness; by default the global random state.
-
-    Returns:
-        A mask of zeros and ones, shape ``(*shape_of_batch, n)``.
+    It returns a mask of zeros and ones of shape ``(*shape_of_batch, n)``, one set for each element of the batch. Random
+    numbers come from the global state unless a generator is given.
     """
     masks = tau_nice_masks(1, shape_of_batch, n, tau, device=device, generator=generator)
     return masks[0].to(dtype or torch.get_default_dtype())
@@ -139,15 +131,10 @@ def _fill_with_sets(mask: _Masks, tau: int, source: np.random.SFC64) -> None:
 
 
 def inclusion_probabilities(scores: Tensor, tau: int) -> Tensor:
-    """Returns ``pi_i = min(1, c s_i)`` with ``sum_i pi_i = tau`` along the last dimension.
+    """Returns ``pi_i = min(1, c s_i)`` with ``sum_i pi_i = tau`` for scores ``s >= 0`` along the last dimension.
 
-    Sorting gives the number ``m`` of features with ``pi = 1``: the smallest one with
-    ``(tau - m) s_(m+1) <= sum_{i > m} s_(i)``. If fewer than ``tau`` scores are positive, the features with score zero
-    share the rest equally.
-
-    Args:
-        scores: Nonnegative importance, shape ``(..., n)``.
-        tau: The number of features to choose.
+    Sorting gives the number ``m`` of features with ``pi = 1``: the smallest one with ``(tau - m) s_(m+1) <= sum_{i > m}
+    s_(i)``. If fewer than ``tau`` scores are positive, the features with score zero share the rest equally.
     """
     n = scores.shape[-1]
     _check_count(n, tau)
@@ -173,16 +160,12 @@ def inclusion_probabilities(scores: Tensor, tau: int) -> Tensor:
 def importance_mask(probabilities: Tensor, *, generator: torch.Generator | None = None) -> Tensor:
     """Draws sets with an exact count that contain feature ``i`` with probability ``pi_i``, without replacement.
 
-    Systematic sampling in a random order: the probabilities are laid end to end on ``[0, tau]``, and the features
-    under ``u, u + 1, ...`` are chosen, with ``u`` uniform. Positions are whole multiples of ``2^-40`` and no feature is
+    Systematic sampling in a random order: the probabilities are laid end to end on ``[0, tau]``, and the features under
+    ``u, u + 1, ...`` are chosen, with ``u`` uniform. Positions are whole multiples of ``2^-40`` and no feature is
     longer than one unit, so each is chosen at most once and rounding cannot change the count.
 
-    Args:
-        probabilities: From :func:`inclusion_probabilities`: in ``[0, 1]`` with a whole sum, shape ``(..., n)``.
-        generator: The source of randomness; by default the global random state.
-
-    Returns:
-        A mask of zeros and ones of the same shape and dtype. ``importance_weights`` makes it unbiased.
+    The probabilities, ``(..., n)``, are those of :func:`inclusion_probabilities`: in ``[0, 1]`` with a whole sum. The
+    result is a mask of zeros and ones, which ``importance_weights`` makes unbiased.
     """
     work = _work_dtype(probabilities)
     n, unit = probabilities.shape[-1], 1 << (_UNIT if work == torch.float64 else 20)
@@ -214,13 +197,7 @@ def expected_smoothness(L: Tensor, column_norms_sq: Tensor, n: int, tau: int) ->
     """Returns the expected-smoothness constant of tau-nice sampling (Gower et al. 2018).
 
     ``L_tau = n(tau-1) / (tau(n-1)) L + (n-tau) / (tau(n-1)) max_i L_i`` with ``L_i = n |a_i|^2``. With ``H = A A^T``
-    and ``H_S = (n/tau) A_S A_S^T``, ``E |H_S x|^2 <= L_tau <x, H x>``.
-
-    Args:
-        L: ``lambda_max(A A^T)``, or a bound on it.
-        column_norms_sq: ``|a_i|^2``, shape ``(n,)``.
-        n: The number of features.
-        tau: The number of chosen features.
+    and ``H_S = (n/tau) A_S A_S^T``, ``E |H_S x|^2 <= L_tau <x, H x>``. ``L`` may be a bound on ``lambda_max(A A^T)``.
     """
     _check_count(n, tau)
     if tau == n:

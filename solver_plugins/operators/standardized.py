@@ -18,10 +18,7 @@ from solver_plugins.operators.layers import register_layer
 def standardized(weight: Tensor, eps: float, gain: Tensor | None = None) -> Tensor:
     """Returns ``gain_o (w_o - mean w_o) / sqrt(var w_o + eps)`` for every output feature ``o``, as timm computes it.
 
-    Args:
-        weight: A kernel ``[n2, ...]``.
-        eps: Added to the (biased) variance.
-        gain: One number per output feature, in any shape; by default ones.
+    The variance is the biased one; ``gain`` has one number per output feature, in any shape.
     """
     rows = weight.reshape(1, weight.shape[0], -1)
     scale = None if gain is None else gain.reshape(-1)

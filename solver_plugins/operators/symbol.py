@@ -92,12 +92,8 @@ class GramSymbol:
     """``P(w) P(w)^H`` or ``P(w)^H P(w)``, whichever is smaller, from the autocorrelation of the kernel.
 
     ``G(w) = R_0 + sum_{j > 0} R_j exp(-i w j) + R_j^T exp(i w j)`` with ``R_j = sum_t W_{t+j} W_t^T``. The products are
-    computed once, not once per frequency, and in real arithmetic.
-
-    Attributes:
-        even: ``R_0`` and ``R_j + R_j^T``, shape ``(lags, groups, m, m)``.
-        odd: ``0`` and ``R_j^T - R_j``, the same shape.
-        lags: The lags ``j``, shape ``(lags, dims)``.
+    computed once, not once per frequency, and in real arithmetic: ``even`` is ``R_0`` and ``R_j + R_j^T``, ``odd`` is
+    ``0`` and ``R_j^T - R_j``, both of shape ``(lags, groups, m, m)``, for lags ``(lags, dims)``.
     """
 
     even: Tensor

@@ -80,13 +80,8 @@ def power_steps(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Takes ``count`` power steps ``v <- P P^H v / |P P^H v|`` at every frequency.
 
-    Args:
-        kernel: ``[n2, n1/groups, *k]``.
-        geometry: Stride, dilation and groups matter; padding does not.
-        vectors: From :func:`start_vectors` or an earlier step.
-        count: The number of steps.
-        diagonal: Takes them with ``diag(d) A`` instead.
-        share: Whether a little of a generic direction is mixed into each new vector, so that no direction is ever lost.
+    Padding does not matter. With a ``diagonal``, the steps are those of ``diag(d) A``; with ``share``, a little of a
+    generic direction is mixed into each new vector, so that no direction is ever lost.
 
     Returns:
         For each step the largest ``|P P^H v| / |v|`` as a 0-d tensor, a lower bound on the supremum that never falls
@@ -216,11 +211,9 @@ def _length(vector: Tensor) -> float:
 
 @dataclass(frozen=True)
 class _Symbol:
-    """The polyphase symbol ``P = C - i S`` at the grid's frequencies, in real arithmetic.
+    """The polyphase symbol ``P = C - i S``, ``[F, groups, rows, columns]``, at the grid's frequencies, as real numbers.
 
-    Attributes:
-        cos: ``C``, ``[F, groups, rows, columns]``.
-        sin: ``S``; None if the kernel has a single tap: the symbol is then the matrix itself, and vectors are real.
+    ``S`` is None if the kernel has a single tap: the symbol is then the matrix itself, and vectors are real.
     """
 
     cos: Tensor
