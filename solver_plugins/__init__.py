@@ -114,7 +114,7 @@ __all__ = [
 ]
 
 
-# What solver blocks do without is imported when it is asked for: a library such as transformers, or another room.
+# What solver blocks do without is imported when it is asked for: a library such as transformers, or another package.
 _LATER = {
     "DeepOptEq": "equilibrium",
     "OptEqLayer": "equilibrium",

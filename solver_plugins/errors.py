@@ -1,4 +1,4 @@
-"""The errors and warnings of the package; rooms add their own in their ``errors.py``.
+"""The errors and warnings of the package; packages add their own in their ``errors.py``.
 
 Each error derives from :class:`SolverPluginsError` *and* from the built-in exception that a caller would expect, so
 both ``except SolverPluginsError`` and ``except ValueError`` work. Messages say what was expected, what was found and

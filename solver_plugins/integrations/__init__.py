@@ -1,6 +1,6 @@
 """Where the package meets timm and transformers: models by name, saving and loading, and the Trainer's callbacks.
 
-Importing this package imports neither library, nor the rooms that only saving and loading need.
+Importing this package imports neither library, nor the packages that only saving and loading need.
 """
 
 from typing import TYPE_CHECKING, Any
