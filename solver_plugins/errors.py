@@ -9,7 +9,7 @@ import difflib
 import sys
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class SolverPluginsError(Exception):
@@ -85,6 +85,11 @@ def did_you_mean(found: str, options: Iterable[str]) -> str:
     names = [name for match in near for name, fold in zip(options, folded, strict=True) if fold == match]
     question = f" Did you mean {' or '.join(repr(name) for name in names)}?" if names else ""
     return f"{question} Options: {', '.join(options) if options else 'none'}."
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Returns the first names for a message, and how many more there are: ``"a, b, c and 4 more"``."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks import gates_of
-from solver_plugins.errors import InputError, WeightError
+from solver_plugins.errors import InputError, WeightError, some
 from solver_plugins.integrations.errors import LoadingError, SavingError
 
 WEIGHTS = "model.safetensors"
@@ -64,8 +64,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     ]
     for kind, names in (("lacks", missing), ("has unknown", unexpected), ("has other shapes:", shapes)):
         if names:
-            more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-            raise LoadingError(f"{WEIGHTS} in {str(folder)!r} {kind} {', '.join(names[:5])}{more}.")
+            raise LoadingError(f"{WEIGHTS} in {str(folder)!r} {kind} {some(names, 5)}.")
     dtypes = {tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         # Not only what is in the file: buffers that are not saved have been cast with the model.

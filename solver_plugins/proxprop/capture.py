@@ -19,6 +19,7 @@ from solver_plugins.errors import UnsupportedLayerError
 from solver_plugins.operators.precision import autocast_off
 from solver_plugins.proxprop.gram import gram
 from solver_plugins.proxprop.rows import Rows
+from solver_plugins.solve import working_dtype
 
 
 @dataclass(eq=False)
@@ -158,11 +159,6 @@ class Tally:
                 self.gram.add(part)
             call.x = call.d = None
         self.kept = []
-
-
-def working_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Returns the precision of Gram matrices and solves: float32 at least."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 class _Keep(torch.autograd.Function):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from solver_plugins.errors import some
 from solver_plugins.prox.prior import in_float64
 from solver_plugins.proxprop.capture import LayerCall
 from solver_plugins.proxprop.errors import EmptyBatchError, LayerNotRunError, OverwrittenError, ReplicaError
@@ -104,11 +105,6 @@ class Summary(NamedTuple):
         )
 
 
-def listed(names: list[str]) -> str:
-    """Returns the first five names, and how many more there are."""
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
 def check_summaries(weights: list[SharedWeight], summaries: list[list[Summary]]) -> None:
     """Raises the same error in all processes if any weight cannot be preconditioned."""
     if len({len(one) for one in summaries}) > 1:
@@ -128,7 +124,7 @@ def check_summaries(weights: list[SharedWeight], summaries: list[list[Summary]])
     if silent:
         raise LayerNotRunError(
             f"Expected every layer to have run since its gradient was last empty, and to have a gradient; "
-            f"{listed(silent)} did not run or have no gradient. No gradient was changed. Call precondition() once per "
+            f"{some(silent, 5)} did not run or have no gradient. No gradient was changed. Call precondition() once per "
             "step, after backward(). Name in exclude= a layer that the loss does not use, or whose weight is read "
             "without calling it (nn.MultiheadAttention.out_proj). Compile a model again if it was compiled and run "
             "before the ProxProp was made."

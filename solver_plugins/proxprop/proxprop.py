@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from solver_plugins.errors import OptionError, did_you_mean, warn
+from solver_plugins.errors import OptionError, did_you_mean, some, warn
 from solver_plugins.operators.precision import autocast_off
 from solver_plugins.proxprop.capture import CaptureState, Listener, Tally, keep_out_of_graphs
 from solver_plugins.proxprop.choose import choose_layers
@@ -21,7 +21,7 @@ from solver_plugins.proxprop.errors import (
     OptimizerError,
     WrappedModelError,
 )
-from solver_plugins.proxprop.processes import Processes, Summary, check_summaries, listed
+from solver_plugins.proxprop.processes import Processes, Summary, check_summaries
 from solver_plugins.proxprop.shared_weight import SharedWeight, shared_weights
 from solver_plugins.proxprop.system import (
     StepReport,
@@ -222,7 +222,7 @@ class ProxProp:
         if missing:
             raise OptimizerError(
                 f"Expected an optimizer that holds the weights of all layers; it does not hold those of "
-                f"{listed(missing)}. Make it from the same model, or leave these layers out with exclude=; with "
+                f"{some(missing, 5)}. Make it from the same model, or leave these layers out with exclude=; with "
                 "several optimizers, make one ProxProp for each."
             )
         attached = [getattr(hook, "__self__", None) for hook in inner._optimizer_step_pre_hooks.values()]

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from solver_plugins.operators import read_layer
-from solver_plugins.proxprop.capture import Tally, working_dtype
+from solver_plugins.proxprop.capture import Tally
 from solver_plugins.proxprop.rows import Rows
+from solver_plugins.solve import working_dtype
 
 _PROBES: dict[tuple[int, ...], Tensor] = {}
 

@@ -20,7 +20,7 @@ from solver_plugins.blocks import (
     restore,
     route,
 )
-from solver_plugins.errors import SolverPluginsWarning, warn
+from solver_plugins.errors import SolverPluginsWarning, some, warn
 from solver_plugins.prox import Prior, prox_for
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
@@ -235,12 +235,11 @@ def _has_moved(block: SolverBlock) -> bool:
 
 
 def _warn_of_change(names: list[str], change: str | None) -> None:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     measured = f"; on this batch {change}" if change else ""
     warn(
-        f"The reverted network is another function than the one that was trained: {shown} were trained with a solver "
-        f"of more than one iteration{measured}. merge_model(model) keeps the function where blocks are affine in "
-        "evaluation; otherwise keep the converted model, or go on training the plain one.",
+        f"The reverted network is another function than the one that was trained: {some(names)} were trained with a "
+        f"solver of more than one iteration{measured}. merge_model(model) keeps the function where blocks are affine "
+        "in evaluation; otherwise keep the converted model, or go on training the plain one.",
         SolverPluginsWarning,
     )
 

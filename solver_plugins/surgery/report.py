@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks.fold import reference_diagonal
+from solver_plugins.errors import some
 from solver_plugins.operators import kernel_of, lipschitz_constant, operator_for
 from solver_plugins.solve import SamplingSolver, Solver, working_dtype
 from solver_plugins.solve.paths import gram_from, path_for, solve_size
@@ -174,8 +175,7 @@ class Report(Printable):
         if left:
             shown += [sentence(""), sentence("Left alone:", "bold")]
         for (pattern, reason), names in left.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            shown.append(sentence(f"{names[0]}{more} ({pattern}): {reason}", "dim", indent=2))
+            shown.append(sentence(f"{some(names, 1)} ({pattern}): {reason}", "dim", indent=2))
         return shown
 
     def _total_line(self) -> str:

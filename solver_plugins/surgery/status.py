@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.blocks import SolverBlock, blocks_of
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, some
 from solver_plugins.operators import operator_from_kernel
 from solver_plugins.solve import SamplingSolver
 from solver_plugins.surgery.errors import ConversionError, changes_scale
@@ -103,21 +103,21 @@ class SolverReport(Printable):
         ):
             names = [block.name for block in self.blocks if block.verdict == verdict]
             if names:
-                lines.append(f"{_some(names)}: the objective {_VERBS[verdict]}; {remedy}")
+                lines.append(f"{some(names)}: the objective {_VERBS[verdict]}; {remedy}")
         factors = {block.name: block.scale for block in self.blocks if block.scale is not None}
         names = [name for name, factor in factors.items() if not 1 / LARGE_SCALE <= factor <= LARGE_SCALE]
         if names:
-            lines.append(f"{_some(names)}: more than {LARGE_SCALE:g}x off, {changes_scale()}")
+            lines.append(f"{some(names)}: more than {LARGE_SCALE:g}x off, {changes_scale()}")
         ratios = {block.name: block.of_evaluation for block in self.blocks if block.of_evaluation is not None}
         names = [name for name, ratio in ratios.items() if not 1 / FAR_APART <= ratio <= FAR_APART]
         if names:
             lines.append(
-                f"{_some(names)}: the batch's own scales give a constant over {FAR_APART:g}x off that of evaluation, "
+                f"{some(names)}: the batch's own scales give a constant over {FAR_APART:g}x off that of evaluation, "
                 "where the solver is then another one; train on, or use larger batches, until running statistics settle"
             )
         names = [block.name for block in self.blocks if block.verdict == "not called"]
         if names:
-            lines.append(f"{_some(names)}: not called in this pass")
+            lines.append(f"{some(names)}: not called in this pass")
         return tuple(lines)
 
     def to_dict(self) -> dict[str, Any]:
@@ -248,11 +248,6 @@ def _mean(value: Any) -> float | None:
     if value is None:
         return None
     return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from solver_plugins.errors import some
 from solver_plugins.operators import operator_for
 from solver_plugins.prox import IdentityPrior
 from solver_plugins.solve import ProxGD, Solver
@@ -75,7 +76,7 @@ def shown_suggestions(suggestions: Sequence[Suggestion]) -> "list[RenderableType
     shown = [sentence(""), sentence(heading, "bold")]
     for one in suggestions:
         kinds = dict.fromkeys(map(without_numbers, one.layers))
-        names = ", ".join(list(kinds)[:4]) + (f" and {len(kinds) - 4} more" if len(kinds) > 4 else "")
+        names = some(list(kinds), 4)
         merging = "can be merged into plain layers" if one.merges else "stays a solver"
         shown += [
             sentence(f"{len(one.layers)} x {names}", indent=2),
