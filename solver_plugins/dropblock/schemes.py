@@ -138,34 +138,6 @@ class _BlockScheme(Scheme):
 
 
 @dataclass(frozen=True)
-class Dropout(_BlockScheme):
-    """Every unit on its own."""
-
-    name: ClassVar[str] = "dropout"
-    block_size: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.block_size != 1:
-            raise OptionError(
-                f"The scheme 'dropout' drops single units; found block_size={self.block_size}. "
-                "Use 'dropblock' or 'overlapping' for blocks."
-            )
-
-    def mask(self, batch: Shape, size: Shape, *, device: Device = None, generator: Source = None) -> Tensor:
-        return draw_bits((*batch, *size), self.theta, device, generator)
-
-    def characteristic_matrix(self, size: Shape) -> Tensor:
-        return self.odds * torch.eye(math.prod(size), dtype=torch.float64)
-
-    def variance(self, weight: Tensor, features: Tensor) -> Tensor:
-        return _band(weight, features, [self.odds])
-
-    def weighted_variance(self, weight: Tensor, features: Tensor, probabilities: Tensor) -> Tensor:
-        return _band(weight, features, [self.odds], probabilities)
-
-
-@dataclass(frozen=True)
 class GridBlocks(_BlockScheme):
     """Whole blocks of a grid: the DropBlock of the paper (Algorithm 1)."""
 
@@ -237,6 +209,22 @@ class OverlappingBlocks(_BlockScheme):
 
     def _diagonals(self) -> list[float]:
         return [math.expm1(-math.log(self.theta) * (1 - k / self.block_size)) for k in range(self.block_size)]
+
+
+@dataclass(frozen=True)
+class Dropout(OverlappingBlocks):
+    """Every unit on its own: blocks of one."""
+
+    name: ClassVar[str] = "dropout"
+    block_size: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.block_size != 1:
+            raise OptionError(
+                f"The scheme 'dropout' drops single units; found block_size={self.block_size}. "
+                "Use 'dropblock' or 'overlapping' for blocks."
+            )
 
 
 class SampledScheme(Scheme):

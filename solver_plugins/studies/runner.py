@@ -43,11 +43,7 @@ class CellError(SolverPluginsError, RuntimeError):
 
 
 class RunFolder:
-    """The results of one study with one config.
-
-    Args:
-        place: The folder.
-    """
+    """The results of one study with one config, in a folder."""
 
     def __init__(self, place: Path):
         self.place = place
@@ -98,7 +94,6 @@ class RunFolder:
         return self.place / CELLS
 
     def is_done(self, cell: Cell) -> bool:
-        """Whether a cell has been measured."""
         return self._file(cell).is_file()
 
     def claim(self, cell: Cell) -> bool:
@@ -121,11 +116,7 @@ class RunFolder:
             (self.place / CELLS / _STOP).touch()
 
     def save(self, measured: Measured) -> None:
-        """Writes the result of a cell.
-
-        Raises:
-            CellError: If JSON cannot hold it; NaN, for instance.
-        """
+        """Writes the result of a cell; CellError if JSON cannot hold it (NaN, for instance)."""
         cell = measured.cell
         content = {
             "arm": cell.arm, "seed": cell.seed, "setting": dict(cell.setting), "values": measured.values,
@@ -139,11 +130,7 @@ class RunFolder:
         self._claim(cell).unlink(missing_ok=True)
 
     def load(self, cell: Cell) -> Measured:
-        """Reads the result of a cell.
-
-        Raises:
-            CellError: If it is missing or damaged.
-        """
+        """Reads the result of a cell; CellError if it is missing or damaged."""
         path = self._file(cell)
         try:
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -155,7 +142,6 @@ class RunFolder:
             ) from None
 
     def write(self, name: str, text: str) -> None:
-        """Writes a text file of the report."""
         write_whole(self.place / name, text)
 
     def write_file(self, name: str, make: Callable[[Path], None]) -> None:
@@ -172,13 +158,7 @@ class RunFolder:
 
 @dataclass(frozen=True)
 class StudyOutcome:
-    """What a run leaves behind.
-
-    Attributes:
-        folder: Where ``metrics.json``, ``table.md``, ``figure.png`` and the cells are.
-        tables: The tables.
-        metrics: What is in ``metrics.json``.
-    """
+    """What a run leaves behind: the folder with all of its files, the tables, and what is in ``metrics.json``."""
 
     folder: Path
     tables: list[Table]
@@ -203,9 +183,6 @@ def run_study(
         scale: The name of the settings in the report.
         overwrite: Whether to replace another run in that folder.
         command: How the study was started, for the report.
-
-    Raises:
-        SolverPluginsError: For every mistake that the user can fix; finished cells are kept.
     """
     study = STUDIES.get(name)(config)
     stages = study.stages()
@@ -213,11 +190,11 @@ def run_study(
     folder = RunFolder(Path(output).expanduser())
     with Team() as team:
         # Before the folder is made, so that a mistake in the config leaves nothing behind.
-        team.agree(_attempt(study.prepare))
+        team.every(study.prepare)
         team.first(lambda: folder.open(name, scale, config, overwrite))
         results = Results()
         for stage in stages:
-            team.agree(_attempt(partial(_measure, study, stage, results, folder, team)))
+            team.every(partial(_measure, study, stage, results, folder, team))
             results = Results([*results, *(folder.load(cell) for cell in stage)])
         metrics = _metrics(study, scale, results, team)
         tables = study.tables(results)
@@ -240,15 +217,6 @@ def _check_cells(study: Study[Any], stages: list[list[Cell]]) -> None:
     twice = sorted({one for one in names if names.count(one) > 1})
     if twice:
         raise OptionError(f"The study {study.name!r} would measure {twice[0]} twice; give each value once.")
-
-
-def _attempt(do: Callable[[], None]) -> Exception | None:
-    """Returns the error instead of raising it, so that the other processes can be told first."""
-    try:
-        do()
-    except Exception as error:
-        return error
-    return None
 
 
 def _measure(study: Study[Any], stage: list[Cell], earlier: Results, folder: RunFolder, team: Team) -> None:

@@ -27,16 +27,11 @@ class OtherProcessError(SolverPluginsError, RuntimeError):
 
 
 class Team:
-    """The processes of a launch, or the only one: a context manager.
+    """The processes of a launch, ``count`` of them with an ``index`` and a ``device`` each, or the only one.
 
-    They communicate through the launcher's store and do not form a torch process group. Each process measures its own
-    cells, and whatever gathers, reduces or broadcasts within a group (``calibrate``, ``ProxProp``, ``SyncBatchNorm``)
-    would mix up two cells.
-
-    Attributes:
-        count: The number of processes.
-        index: The number of this process.
-        device: The device of this process.
+    A context manager. They communicate through the launcher's store and do not form a torch process group. Each process
+    measures its own cells, and whatever gathers, reduces or broadcasts within a group (``calibrate``, ``ProxProp``,
+    ``SyncBatchNorm``) would mix up two cells.
     """
 
     def __init__(self) -> None:
@@ -62,15 +57,18 @@ class Team:
             self.device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", self.index)))
             torch.cuda.set_device(self.device)
 
+    def every(self, do: Callable[[], None]) -> None:
+        """Does something in every process; raises in all of them if it fails in one."""
+        error: Exception | None = None
+        try:
+            do()
+        except Exception as caught:
+            error = caught
+        self.agree(error)
+
     def first(self, do: Callable[[], None]) -> None:
         """Does something in the first process while the others wait; raises in all of them if it fails."""
-        error: Exception | None = None
-        if self.index == 0:
-            try:
-                do()
-            except Exception as caught:
-                error = caught
-        self.agree(error)
+        self.every(do if self.index == 0 else lambda: None)
 
     def agree(self, error: Exception | None) -> None:
         """Waits for all processes; raises in all of them if one has failed."""

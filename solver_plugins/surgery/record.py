@@ -5,14 +5,14 @@ import random
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from solver_plugins.surgery.calls import Argument, Call, Ref, Value
+from solver_plugins.surgery.calls import Argument, Call, Ref, Value, ValueKind
 from solver_plugins.surgery.clone import clone, shorten_recurrence, to_meta, to_own
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import Inputs, candidate_inputs, example_for, read_inputs
@@ -139,13 +139,9 @@ def _others(pairs: Iterator[tuple[Any, str]]) -> dict[str, tuple[str, ...]]:
     return {first: tuple(rest) for first, *rest in groups.values() if rest}
 
 
-def _named_tensors(made: nn.Module) -> dict[int, tuple[Literal["parameter", "buffer"], str]]:
-    tensors: dict[int, tuple[Literal["parameter", "buffer"], str]] = {}
-    for name, buffer in made.named_buffers():
-        tensors[id(buffer)] = ("buffer", name)
-    for name, parameter in made.named_parameters():
-        tensors[id(parameter)] = ("parameter", name)
-    return tensors
+def _named_tensors(made: nn.Module) -> dict[int, tuple[ValueKind, str]]:
+    tensors: dict[int, tuple[ValueKind, str]] = {id(one): ("buffer", name) for name, one in made.named_buffers()}
+    return tensors | {id(one): ("parameter", name) for name, one in made.named_parameters()}
 
 
 def _set_modes(made: nn.Module) -> None:

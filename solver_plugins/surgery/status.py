@@ -2,6 +2,7 @@
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,29 +97,19 @@ class SolverReport(Printable):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        lines = []
-        for verdict, remedy in (
-            ("not finite", "look at the weights and inputs"),
-            ("rises", "call refresh_steps(model); a sampling solver may want a smaller p or another step="),
-        ):
-            names = [block.name for block in self.blocks if block.verdict == verdict]
-            if names:
-                lines.append(f"{some(names)}: the objective {_VERBS[verdict]}; {remedy}")
-        factors = {block.name: block.scale for block in self.blocks if block.scale is not None}
-        names = [name for name, factor in factors.items() if not 1 / LARGE_SCALE <= factor <= LARGE_SCALE]
-        if names:
-            lines.append(f"{some(names)}: more than {LARGE_SCALE:g}x off, {changes_scale()}")
-        ratios = {block.name: block.of_evaluation for block in self.blocks if block.of_evaluation is not None}
-        names = [name for name, ratio in ratios.items() if not 1 / FAR_APART <= ratio <= FAR_APART]
-        if names:
-            lines.append(
-                f"{some(names)}: the batch's own scales give a constant over {FAR_APART:g}x off that of evaluation, "
-                "where the solver is then another one; train on, or use larger batches, until running statistics settle"
-            )
-        names = [block.name for block in self.blocks if block.verdict == "not called"]
-        if names:
-            lines.append(f"{some(names)}: not called in this pass")
-        return tuple(lines)
+        cases: dict[str, Callable[[BlockStatus], bool]] = {
+            "the objective is not finite; look at the weights and inputs": lambda one: one.verdict == "not finite",
+            "the objective rises from the first iteration to the last; call refresh_steps(model); a sampling solver "
+            "may want a smaller p or another step=": lambda one: one.verdict == "rises",
+            f"more than {LARGE_SCALE:g}x off, {changes_scale()}": lambda one: _off(one.scale, LARGE_SCALE),
+            f"the batch's own scales give a constant over {FAR_APART:g}x off that of evaluation, where the solver is "
+            "then another one; train on, or use larger batches, until running statistics settle": lambda one: _off(
+                one.of_evaluation, FAR_APART
+            ),
+            "not called in this pass": lambda one: one.verdict == "not called",
+        }
+        found = [([one.name for one in self.blocks if meets(one)], text) for text, meets in cases.items()]
+        return tuple(f"{some(names)}: {text}" for names, text in found if names)
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -145,7 +136,8 @@ class SolverReport(Printable):
         return shown if self.warnings else shown[:-1]
 
 
-_VERBS = {"not finite": "is not finite", "rises": "rises from the first iteration to the last"}
+def _off(ratio: float | None, factor: float) -> bool:
+    return ratio is not None and not 1 / factor <= ratio <= factor
 
 
 def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:

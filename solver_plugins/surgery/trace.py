@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ class Tracer:
         self,
         originals: Mapping[nn.Module, nn.Module],
         names: Mapping[nn.Module, str],
-        tensors: Mapping[int, tuple[Literal["parameter", "buffer"], str]],
+        tensors: Mapping[int, tuple[ValueKind, str]],
     ):
         self.calls: list[Call] = []
         self.values: list[Value] = []
