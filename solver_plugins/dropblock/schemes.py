@@ -137,6 +137,10 @@ class _BlockScheme(Scheme):
         return (1 - self.theta) / self.theta
 
 
+SCHEMES: Registry[type[_BlockScheme]] = Registry("scheme")
+
+
+@SCHEMES.register_class
 @dataclass(frozen=True)
 class GridBlocks(_BlockScheme):
     """Whole blocks of a grid: the DropBlock of the paper (Algorithm 1)."""
@@ -174,6 +178,7 @@ class GridBlocks(_BlockScheme):
         return x.unflatten(-1, (-1, self.block_size))
 
 
+@SCHEMES.register_class
 @dataclass(frozen=True)
 class OverlappingBlocks(_BlockScheme):
     """Blocks anywhere, as in the original DropBlock; those that reach over the border are cut off.
@@ -211,6 +216,7 @@ class OverlappingBlocks(_BlockScheme):
         return [math.expm1(-math.log(self.theta) * (1 - k / self.block_size)) for k in range(self.block_size)]
 
 
+@SCHEMES.register_class
 @dataclass(frozen=True)
 class Dropout(OverlappingBlocks):
     """Every unit on its own: blocks of one."""
@@ -277,11 +283,6 @@ class SampledScheme(Scheme):
 
     def __repr__(self) -> str:
         return f"SampledScheme({getattr(self.sampler, '__name__', self.sampler)!r})"
-
-
-SCHEMES: Registry[type[_BlockScheme]] = Registry("scheme")
-for _scheme in (Dropout, GridBlocks, OverlappingBlocks):
-    SCHEMES.register(_scheme.name, _scheme)
 
 
 def make_scheme(

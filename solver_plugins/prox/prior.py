@@ -8,7 +8,7 @@ distribution adds a prior by an entry point of the group ``solver_plugins.priors
 
 import abc
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -134,12 +134,8 @@ class Prior(abc.ABC):
 PRIORS: Registry[type[Prior]] = Registry(
     "prior", entry_point_group="solver_plugins.priors", check=subclasses_of(Prior, "solver_plugins.prox.Prior")
 )
-P = TypeVar("P", bound=type[Prior])
-
-
-def register_prior(prior: P) -> P:
-    """Class decorator: registers a prior under its ``name``; the first line of its docstring is the description."""
-    return PRIORS.register_class(prior)
+register_prior = PRIORS.register_class
+"""Class decorator: registers a prior under its ``name``; the first line of its docstring is the description."""
 
 
 def list_priors(filter: str | Iterable[str] | None = None) -> list[str]:

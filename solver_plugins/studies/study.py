@@ -23,7 +23,7 @@ from pydantic import Field
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.errors import RegistrationError
-from solver_plugins.registry import Entry, Registry
+from solver_plugins.registry import Registry
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -265,20 +265,9 @@ def _check_study(name: str, study: Any) -> None:
 
 
 STUDIES: Registry[type[Study[Any]]] = Registry("study", entry_point_group="solver_plugins.studies", check=_check_study)
-
-S = TypeVar("S", bound=type)
-
-
-def register_study(study: S) -> S:
-    """Class decorator: registers a study under its ``name``; its docstring's first line becomes the description."""
-    return STUDIES.register_class(study)
-
-
-def list_studies(filter: str | Iterable[str] | None = None) -> list[str]:
-    """Lists the registered studies; ``filter`` is a glob on the name or a tag."""
-    return STUDIES.names(filter)
-
-
-def study_info(name: str) -> Entry[type[Study[Any]]]:
-    """Returns name, class, description, tags and origin of a study."""
-    return STUDIES.info(name)
+register_study = STUDIES.register_class
+"""Class decorator: registers a study under its ``name``; its docstring's first line becomes the description."""
+list_studies = STUDIES.names
+"""Returns the names of the studies; ``filter`` is a glob on the name or a tag."""
+study_info = STUDIES.info
+"""Returns name, class, description, tags and origin of a study."""
