@@ -218,16 +218,12 @@ def _reason_against(site: Site, wanted: TargetList | None, unwanted: TargetList 
 
 def _scheme_of(site: Site, scheme: str | Scheme | Sampler, block_size: int | None, theta: float | None) -> Scheme:
     if not isinstance(scheme, str):
-        if theta is not None or block_size is not None:
-            raise OptionError("theta and block_size belong to schemes given by name; this one has its own.")
-        return make_scheme(scheme)
+        return make_scheme(scheme, theta, block_size)
     size = None if scheme == "dropout" else site.block_size if block_size is None else block_size
     if theta is None and site.p == 0:
         raise OptionError(f"{site.name!r} has the rate 0: give theta= to convert it.")
     if theta is None and site.p >= 1:
         raise OptionError(f"{site.name!r} has the rate {site.p:g} and keeps nothing: give theta= to convert it.")
-    if scheme != "dropout" and size is None:
-        raise OptionError(f"The scheme {scheme!r} needs a block_size.")
     return make_scheme(scheme, 1 - site.p if theta is None else theta, size)
 
 

@@ -1,34 +1,26 @@
 """Figures 1 and 5 of the structured dropout paper: sampling, its expectation, and the closed-form minimum."""
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-import pydantic
 from pydantic import Field
 from torch import Tensor
 
 from solver_plugins.dropblock import GridBlocks, drop_block_1d
-from solver_plugins.dropblock.retain import check_divides
 from solver_plugins.studies import dropblock_shallow as shallow
 from solver_plugins.studies.study import Cell, Context, Measured, Results, Table, register_study
 
 SAMPLED: Literal["sampled"] = "sampled"
 
 
-class ClosedFormConfig(shallow.ShallowConfig):
+class ClosedFormConfig(shallow.BlockConfig):
     """Settings of Figures 1 and 5."""
 
     thetas: shallow.Thetas = Field([0.5], min_length=1, description="Retain probabilities theta(d) at this width.")
-    block_size: int = Field(5, ge=1, description="r.")
     arms: list[Literal["sampled", "deterministic"]] = Field(
         ["sampled", "deterministic"],
         min_length=1,
         description="Of 'sampled' and 'deterministic', which descends on the expectation.",
     )
-
-    @pydantic.model_validator(mode="after")
-    def _fits(self) -> Self:
-        check_divides(self.block_size, self.sizes.hidden)
-        return self
 
 
 class _Convergence(shallow.ShallowStudy[ClosedFormConfig]):

@@ -1,13 +1,12 @@
 """Figure 4 of the structured dropout paper: blocks anywhere against blocks on a grid."""
 
-from typing import Any, Self
+from typing import Any
 
 import pydantic
 from pydantic import Field
 from torch import Tensor
 
 from solver_plugins.dropblock import GridBlocks, OverlappingBlocks, SampledScheme, Scheme, structured_dropout
-from solver_plugins.dropblock.retain import check_divides
 from solver_plugins.studies import dropblock_shallow as shallow
 from solver_plugins.studies.figures import label, legend, line, new_figure
 from solver_plugins.studies.study import Cell, Context, Measured, Results, Table, register_study
@@ -21,20 +20,19 @@ _LABELS = {
 }
 
 
-class OverlapConfig(shallow.ShallowConfig):
+class OverlapConfig(shallow.BlockConfig):
     """Settings of Fig. 4."""
 
     theta: float = Field(0.5, gt=0, lt=1, description="Retain probability of the grid's blocks.")
-    block_size: int = Field(5, ge=1, description="r.")
     arms: list[str] = Field(list(_LABELS), min_length=1, description=f"Of {', '.join(_LABELS)}.")
 
-    @pydantic.model_validator(mode="after")
-    def _fits(self) -> Self:
-        check_divides(self.block_size, self.sizes.hidden)
-        unknown = [arm for arm in self.arms if arm not in _LABELS]
+    @pydantic.field_validator("arms")
+    @classmethod
+    def _known(cls, arms: list[str]) -> list[str]:
+        unknown = [arm for arm in arms if arm not in _LABELS]
         if unknown:
             raise ValueError(f"expected arms of {', '.join(_LABELS)}; found {unknown[0]!r}")
-        return self
+        return arms
 
 
 def scheme_of(arm: str, theta: float, r: int, width: int) -> tuple[Scheme, Tensor]:

@@ -7,7 +7,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import pydantic
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.dropblock import GlobalMinimum, Scheme, global_minimum, omega, theta_bar_of
+from solver_plugins.dropblock.retain import check_divides
 from solver_plugins.studies.figures import COLOURS, label, legend, line, nan_for_none, new_figure
 from solver_plugins.studies.study import Context, Measured, Results, Study, StudyConfig, Table, finite, shown
 from solver_plugins.train.randomness import seed_for
@@ -52,6 +53,17 @@ class ShallowConfig(StudyConfig):
 
     sizes: Sizes = Sizes()
     descent: Descent = Descent()
+
+
+class BlockConfig(ShallowConfig):
+    """What those share that drop blocks of one size."""
+
+    block_size: int = Field(5, ge=1, description="r.")
+
+    @pydantic.model_validator(mode="after")
+    def _fits(self) -> Self:
+        check_divides(self.block_size, self.sizes.hidden)
+        return self
 
 
 def _check_theta(theta: float) -> float:
