@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import pydantic
 from pydantic import Field
@@ -25,11 +25,15 @@ BACKPROP = "backprop"
 REFERENCE = "of *Proximal Backpropagation* (Frerix, Möllenhoff, Moeller and Cremers, ICLR 2018)"
 
 
-def check_arms(arms: list[str]) -> None:
-    """Raises OptionError unless every arm is "backprop" or a mode of ProxProp."""
-    for arm in arms:
-        if arm != BACKPROP:
-            read_mode(arm)
+def _check_mode(mode: str) -> str:
+    read_mode(mode)
+    return mode
+
+
+Mode = Annotated[str, pydantic.AfterValidator(_check_mode)]
+"""A mode of ProxProp."""
+Arm = Annotated[str, pydantic.AfterValidator(lambda arm: arm if arm == BACKPROP else _check_mode(arm))]
+"""What is compared: "backprop", or a mode of ProxProp."""
 
 
 def label_of(arm: str) -> str:
@@ -132,17 +136,11 @@ PAPER: dict[tuple[str, str], tuple[str, str]] = {
 
 
 class _Network(StrictConfig):
-    arms: list[str] = Field(min_length=1, description="'backprop', 'exact' or 'cgN'.")
+    arms: list[Arm] = Field(min_length=1, description="'backprop', 'exact' or 'cgN'.")
     training: Training = Training()
     lr: float = Field(gt=0, description="Step size tau of ProxProp.")
     backprop_lr: float = Field(gt=0, description="Step size of plain gradients.")
     tau_theta: float = Field(gt=0, description="Step size of the implicit step.")
-
-    @pydantic.field_validator("arms")
-    @classmethod
-    def _known(cls, arms: list[str]) -> list[str]:
-        check_arms(arms)
-        return arms
 
 
 class MlpSection(_Network):

@@ -7,9 +7,8 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.proxprop.proxprop import read_mode
 from solver_plugins.studies.comparison import differences
-from solver_plugins.studies.proxprop_convergence import REFERENCE, conv_net
+from solver_plugins.studies.proxprop_convergence import REFERENCE, Mode, conv_net
 from solver_plugins.studies.searched import SearchedConfig, SearchedStudy
 from solver_plugins.studies.study import Results, Table, Value, register_study
 from solver_plugins.studies.training import Fitting
@@ -21,16 +20,9 @@ class OptimizerArm(StrictConfig):
     """One way to train the network."""
 
     optimizer: str = Field("adamw", description="'sgd' with momentum, or a name of timm.optim.list_optimizers().")
-    proxprop: str | None = Field(None, description="'exact' or 'cgN' for ProxProp's gradients; null for plain ones.")
+    proxprop: Mode | None = Field(None, description="'exact' or 'cgN' for ProxProp's gradients; null for plain ones.")
     tau_theta: float = Field(1.0, gt=0, description="Step size of the implicit step.")
     epochs: int = Field(6, ge=1, description="Passes over the training split.")
-
-    @pydantic.field_validator("proxprop")
-    @classmethod
-    def _known(cls, mode: str | None) -> str | None:
-        if mode is not None:
-            read_mode(mode)
-        return mode
 
 
 class OptimizersConfig(SearchedConfig):

@@ -28,12 +28,13 @@ class StabilityConfig(ImageConfig):
     hidden: list[int] = Field([4000, 1000, 4000], min_length=1, description="Widths of the hidden layers.")
     training: Training = Training()
     tau_theta: float = Field(1.0, gt=0, description="Step size of the implicit step.")
-    arms: list[str] = Field([BACKPROP, "cg1", "cg3", "cg5"], min_length=1, description="'backprop', 'exact' or 'cgN'.")
+    arms: list[networks.Arm] = Field(
+        [BACKPROP, "cg1", "cg3", "cg5"], min_length=1, description="'backprop', 'exact' or 'cgN'."
+    )
     rates: list[float] = Field(list(PAPER[BACKPROP]), min_length=1, description="Step sizes tau.")
 
     @pydantic.model_validator(mode="after")
     def _known(self) -> Self:
-        networks.check_arms(self.arms)
         if min(self.rates) <= 0 or min(self.hidden) < 1:
             raise ValueError("expected rates above zero and hidden layers of at least one unit")
         return self
