@@ -32,14 +32,11 @@ class _Moments:
         self.squares: Tensor | float = 0.0
         self.count = 0
 
-    def add(self, argument: Tensor, dim: int) -> None:
+    def __call__(self, argument: Tensor, dim: int) -> None:
         features = argument.detach().movedim(dim, -1).flatten(0, -2).double()
         self.total = self.total + features.sum(0)
         self.squares = self.squares + features.square().sum(0)
         self.count += len(features)
-
-    def __call__(self, argument: Tensor, dim: int) -> None:
-        self.add(argument, dim)
 
     @property
     def mean(self) -> Tensor:
@@ -57,7 +54,7 @@ class _Matching:
         self.wanted, self.seen = wanted, _Moments()
 
     def __call__(self, argument: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-        self.seen.add(argument, dim)
+        self.seen(argument, dim)
         gain, shift = self.scale()
         return gain.to(argument), shift.to(argument)
 
@@ -120,11 +117,7 @@ def calibrate(
 
 
 def read_batches(batches: Iterable[Any], limit: int | None = None) -> list[Any]:
-    """Returns the batches to calibrate with as a list, the first ``limit`` of them.
-
-    Raises:
-        InputError: If there is none, or something else in place of a list of them.
-    """
+    """Returns the batches to calibrate with as a list, the first ``limit`` of them; InputError if it is none."""
     if isinstance(batches, (Tensor, str, bytes, Mapping)) or not isinstance(batches, Iterable):
         one = " For a single batch, pass [batch]." if isinstance(batches, (Tensor, Mapping)) else ""
         raise InputError(

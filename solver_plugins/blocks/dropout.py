@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from solver_plugins.blocks.link import Handed, find, put
-from solver_plugins.blocks.shell import Shell, made_class
+from solver_plugins.blocks.shell import Shell
 from solver_plugins.errors import SolverPluginsError
 
 _DROPPED = "dropped"
@@ -15,17 +15,12 @@ _DRAWN = "drawn"
 class PassThrough(Shell):
     """Mixin in front of a dropout's class: the module hands its input on."""
 
-    @classmethod
-    def class_for(cls, plain: type[nn.Module]) -> "type[PassThrough]":
-        """Returns the class of a dropout of this kind that is passed over."""
-        return made_class(cls, plain, "PassThrough")
+    prefix = "PassThrough"
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the input."""
         return input
 
     def extra_repr(self) -> str:
-        """Returns the dropout's own line, and that it is passed over."""
         return f"{super().extra_repr()}, passed over: a solver samples in its place"
 
 
@@ -36,10 +31,7 @@ class RoutedDropout(Shell):
     what a coordinate solver has already drawn.
     """
 
-    @classmethod
-    def class_for(cls, plain: type[nn.Module]) -> "type[RoutedDropout]":
-        """Returns the class of a dropout of this kind that is routed."""
-        return made_class(cls, plain, "Routed")
+    prefix = "Routed"
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the dropout's output, unless a solver has drawn the input already."""
@@ -51,7 +43,6 @@ class RoutedDropout(Shell):
         return put(output, Handed(_DROPPED, input=None if output is input else input))
 
     def extra_repr(self) -> str:
-        """Returns the dropout's own line, and that some of its calls are undone."""
         return f"{super().extra_repr()}, routed: a solver samples in its place where it serves one"
 
 

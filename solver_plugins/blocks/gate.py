@@ -54,11 +54,7 @@ class _Projected(torch.autograd.Function):
 
 
 class Gated(Scaled):
-    """Mixin that owns the gate of a block.
-
-    Attributes:
-        gate_kind: "channel" or "scalar"; None where there is no gate.
-    """
+    """Mixin that owns the gate of a block: ``gate_kind`` is "channel" or "scalar", or None where there is no gate."""
 
     gate_kind: GateKind | None
     prior: Prior
@@ -66,8 +62,7 @@ class Gated(Scaled):
     def set_gate(self, kind: GateKind | None, values: Tensor | None = None) -> None:
         """Gives the block a gate, closed unless its numbers are given, or takes its gate away.
 
-        Raises:
-            OptionError: If a gate does not go with the block's solver and prior, or there are more or fewer numbers.
+        OptionError if a gate does not go with the block's solver and prior, or there are more or fewer numbers.
         """
         self._parameters.pop(GATE, None)
         self.gate_kind = kind

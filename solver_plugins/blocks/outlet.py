@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from solver_plugins.blocks.fold import check_foldable, normalised
 from solver_plugins.blocks.link import Handed, Link, Place, Role, arrived, hand_over, recovered, take
 from solver_plugins.blocks.segment import current_segments, left_out, without_graph
-from solver_plugins.blocks.shell import Shell, made_class, take_off
+from solver_plugins.blocks.shell import Shell, take_off
 from solver_plugins.blocks.stepsize import certify_after_loading
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
 from solver_plugins.prox import Prior, prox_for
@@ -28,13 +28,9 @@ class Outlet(Shell):
         links: The links that end here: several for an activation module that is shared.
     """
 
+    prefix = "Outlet"
     role: Role | Literal["passing"]
     links: tuple[Link, ...]
-
-    @classmethod
-    def class_for(cls, plain: type[nn.Module]) -> "type[Outlet]":
-        """Returns the class of an outlet of this kind."""
-        return made_class(cls, plain, "Outlet")
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns what the module returned, with the solver's argument in place of the activation's."""

@@ -54,11 +54,7 @@ class Scaled(TrackedStep):
         return False
 
     def set_scale(self, gain: Tensor | None, shift: Tensor | None = None) -> None:
-        """Sets factors on the solver's argument and what is added to it; None for ones, and for zeros.
-
-        Raises:
-            OptionError: If there is not one finite number per output feature.
-        """
+        """Sets factors on the solver's argument and what is added to it; None for ones, and for zeros."""
         count = self._kernel_at_rest().shape[0]
         for name, row in (("gains", gain), ("shifts", shift)):
             if row is not None and (row.shape != (count,) or not bool(torch.isfinite(row).all())):
@@ -67,11 +63,7 @@ class Scaled(TrackedStep):
         self.channel_shift = None if shift is None else shift.detach().to(self.L)
 
     def set_blend(self, blend: float) -> None:
-        """Sets how much of the solver there is: 0 is the original layer, 1 the solver.
-
-        Raises:
-            OptionError: If it is not in [0, 1].
-        """
+        """Sets how much of the solver there is: 0 is the original layer, 1 the solver."""
         check_blend(blend)
         if self.blend is not None and not self.blend.is_meta:
             # In place: a compiled graph holds this buffer, and a schedule may change it at every step.

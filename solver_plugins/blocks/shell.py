@@ -17,11 +17,12 @@ class Shell(nn.Module):
     """
 
     plain_class: ClassVar[type[nn.Module]]
+    prefix: ClassVar[str]
 
     @classmethod
     def class_for(cls, plain: type[nn.Module]) -> "type[Shell]":
-        """Returns the class that an object of class ``plain`` gets with this shell."""
-        return made_class(cls, plain, cls.__name__)
+        """Returns the class that an object of class ``plain`` gets with this shell, called ``prefix + plain``."""
+        return made_class(cls, plain, cls.prefix)
 
     @classmethod
     def restored_class(cls, plain: type[nn.Module]) -> "type[Shell]":

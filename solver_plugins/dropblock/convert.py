@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from solver_plugins.blocks.shell import Shell, made_class, take_off
+from solver_plugins.blocks.shell import Shell, take_off
 from solver_plugins.dropblock.layers import structured_dropout
 from solver_plugins.dropblock.report import DropoutReport, DropoutRow
 from solver_plugins.dropblock.retain import check_divides
@@ -28,9 +28,7 @@ class StructuredShell(Shell):
     structured_dims: int
     structured_coupled: bool
 
-    @classmethod
-    def class_for(cls, plain: type[nn.Module]) -> "type[StructuredShell]":
-        return made_class(cls, plain, "Structured")
+    prefix = "Structured"
 
     def forward(self, input: Tensor) -> Tensor:
         settings: dict[str, Any] = {"couple_channels": self.structured_coupled, "training": self.training}
