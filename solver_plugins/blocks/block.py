@@ -323,7 +323,6 @@ class SolverBlock(Gated):
         return useful
 
     def extra_repr(self) -> str:
-        """Returns the layer's own line, with activation and solver."""
         return f"{super().extra_repr()}, activation={self.prior!r}, solver={self.solver!r}, output={self.output!r}"
 
 
