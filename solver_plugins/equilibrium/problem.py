@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -96,33 +96,14 @@ def may_look() -> bool:
     return not torch.compiler.is_compiling() and not is_faked()
 
 
-class StateLayout(Protocol):
-    """How the states of a problem lie in memory."""
-
-    @property
-    def dims(self) -> tuple[int, ...]:
-        """The (negative) dimensions of one problem; those in front are a batch of independent problems."""
-
-    @property
-    def channels_last(self) -> bool:
-        """Whether states are feature maps in the memory format channels_last."""
-
-
-class FixedPointProblem(StateLayout, Protocol):
-    """What the solvers know about a problem."""
-
-    def image(self, z: Tensor | None) -> Tensor:
-        """Returns ``T(z)``; None is zero."""
-
-
-def rows_of(layout: StateLayout, z: Tensor) -> Tensor:
+def rows_of(layout: "EquilibriumProblem | Jacobian", z: Tensor) -> Tensor:
     """Returns states ``[batch, ...]`` as a view with one row per problem, in the order of memory."""
     if layout.channels_last:
         z = z.permute(0, 2, 3, 1)
     return z.reshape(math.prod(z.shape[: z.ndim - len(layout.dims)]), -1)
 
 
-def states_of(layout: StateLayout, rows: Tensor, shape: torch.Size) -> Tensor:
+def states_of(layout: "EquilibriumProblem | Jacobian", rows: Tensor, shape: torch.Size) -> Tensor:
     """Returns rows as states of a shape: the inverse of :func:`rows_of`."""
     if not layout.channels_last:
         return rows.reshape(shape)
@@ -164,6 +145,7 @@ class EquilibriumProblem:
 
     @property
     def dims(self) -> tuple[int, ...]:
+        """The (negative) dimensions of one problem; those in front are a batch of independent problems."""
         own = self.sample_dims
         # A regulariser of the batch makes all samples one problem.
         coupled = self.appended is not None and self.appended.regularizer.of_batch
@@ -198,6 +180,7 @@ class EquilibriumProblem:
         return z if self.appended is None else self.appended.append(z, self.sample_dims)
 
     def image(self, z: Tensor | None) -> Tensor:
+        """Returns ``T(z)``; None is zero."""
         for unit in self.units:
             z = unit.step(z, self.alpha)
         assert z is not None

@@ -7,7 +7,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from solver_plugins.equilibrium.problem import FixedPointProblem, rows_of, states_of
+from solver_plugins.equilibrium.problem import EquilibriumProblem, rows_of, states_of
 from solver_plugins.equilibrium.solvers.solver import (
     EquilibriumConfig,
     EquilibriumSolver,
@@ -70,7 +70,7 @@ class EquilibriumAnderson(EquilibriumSolver):
     def init(self) -> MixingState:
         return MixingState(None)
 
-    def step(self, problem: FixedPointProblem, state: MixingState, image: Tensor, iteration: int) -> MixingState:
+    def step(self, problem: EquilibriumProblem, state: MixingState, image: Tensor, iteration: int) -> MixingState:
         g = rows_of(problem, image)
         if state.moved is None or state.distance is None:
             f = g if state.z is None else g - rows_of(problem, state.z)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from solver_plugins.equilibrium.problem import EquilibriumProblem, FixedPointProblem, Jacobian, may_look, rows_of
+from solver_plugins.equilibrium.problem import EquilibriumProblem, Jacobian, may_look, rows_of
 from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver
 
 _OPTIMISM = 10.0
@@ -62,7 +62,7 @@ def unroll(solver: EquilibriumSolver, problem: EquilibriumProblem) -> Run:
 
 def settle(
     solver: EquilibriumSolver,
-    problem: FixedPointProblem,
+    problem: EquilibriumProblem,
     *,
     iters: int | None = None,
     start: Tensor | None = None,
@@ -103,7 +103,7 @@ def settle(
                     break
             if not final:
                 state = dataclasses.replace(state, moved=moved, distance=last)
-                new = solver.step(problem, state, image.detach(), iteration)  # type: ignore[arg-type]
+                new = solver.step(problem, state, image.detach(), iteration)
                 if not looks or count:
                     new = _held(new, state.z, done)
                 state, before = new, error
@@ -127,7 +127,7 @@ def _held(state: Any, z: Tensor | None, done: Tensor) -> Any:
     return dataclasses.replace(state, z=torch.where(done, old, state.z))
 
 
-def _sizes(problem: FixedPointProblem, z: Tensor | None, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _sizes(problem: EquilibriumProblem, z: Tensor | None, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``T(z) - z`` with one row per sample, its length, and ``|T(z)|``."""
     with torch.no_grad():
         rows = rows_of(problem, image.detach())
