@@ -64,7 +64,6 @@ def settle(
     solver: EquilibriumSolver,
     problem: EquilibriumProblem,
     *,
-    iters: int | None = None,
     start: Tensor | None = None,
     record: Literal["jacobian", "graph"] | None = None,
 ) -> Run:
@@ -75,7 +74,7 @@ def settle(
     the last is guessed from the rate of convergence; a right guess saves an evaluation.
     """
     config: Any = solver.config
-    iters = config.iters if iters is None else iters
+    iters = config.iters
     looks = may_look()
     with torch.no_grad():
         state = dataclasses.replace(solver.init(), z=start)
