@@ -114,7 +114,7 @@ def shaped(X: Tensor, kind: str, correlation: float) -> Tensor:
     return X
 
 
-def _connect(problem: shallow.Problem, theta: float) -> tuple[shallow.Objective, shallow.Predict]:
+def _connect(problem: shallow.Synthetic, theta: float) -> tuple[shallow.Objective, shallow.Predict]:
     small = problem.compressed()
 
     def objective(U: Tensor, V: Tensor) -> Tensor:
@@ -124,11 +124,11 @@ def _connect(problem: shallow.Problem, theta: float) -> tuple[shallow.Objective,
     return objective, lambda X, V, U: drop_connect_linear(X, V.mT, theta=theta) @ U.mT
 
 
-def _units(problem: shallow.Problem, theta: float) -> tuple[shallow.Objective, shallow.Predict]:
+def _units(problem: shallow.Synthetic, theta: float) -> tuple[shallow.Objective, shallow.Predict]:
     return shallow.objective_of(problem, Dropout(theta)), lambda X, V, U: drop_block_1d(X @ V, theta, 1) @ U.mT
 
 
-def ratio(problem: shallow.Problem, U: Tensor, V: Tensor, theta: float) -> float:
+def ratio(problem: shallow.Synthetic, U: Tensor, V: Tensor, theta: float) -> float:
     """Returns the regulariser of DropConnect over that of dropout, with the same weights."""
     odds = torch.full((U.shape[1],), (1 - theta) / theta, dtype=U.dtype)
     X = problem.compressed().X

@@ -77,7 +77,7 @@ Thetas = list[Annotated[float, pydantic.AfterValidator(_check_theta)]]
 
 
 @dataclass(frozen=True)
-class Problem:
+class Synthetic:
     """Data ``X``, ``Y`` and first weights ``U``, ``V`` of the last and the first layer, in float64."""
 
     X: Tensor
@@ -85,7 +85,7 @@ class Problem:
     U: Tensor
     V: Tensor
 
-    def compressed(self) -> "Problem":
+    def compressed(self) -> "Synthetic":
         """Returns a problem with at most b samples and the same objective for all weights and schemes.
 
         Y lies in what X reaches, and ``X = Q R``: then ``|Y - X A|^2 = |Q^T Y - R A|^2``, and ``X V`` has the Gram
@@ -94,14 +94,14 @@ class Problem:
         if len(self.X) <= self.X.shape[1]:
             return self
         Q, R = torch.linalg.qr(self.X)
-        return Problem(R, Q.mT @ self.Y, self.U, self.V)
+        return Synthetic(R, Q.mT @ self.Y, self.U, self.V)
 
     def minimum(self, theta: float, r: int) -> GlobalMinimum:
         """Returns the closed form (Theorem 2.7) for blocks of ``r`` on a grid, which are kept with ``theta``."""
         return global_minimum(self.Y, theta_bar_of(theta, self.U.shape[1], r), r, self.X)
 
 
-def synthetic(sizes: Sizes, seed: int, shape_inputs: Callable[[Tensor], Tensor] = lambda X: X) -> Problem:
+def synthetic(sizes: Sizes, seed: int, shape_inputs: Callable[[Tensor], Tensor] = lambda X: X) -> Synthetic:
     """Draws the problem; ``shape_inputs`` may give the inputs another covariance."""
     generator = torch.Generator().manual_seed(seed_for("synthetic", seed))
 
@@ -111,7 +111,7 @@ def synthetic(sizes: Sizes, seed: int, shape_inputs: Callable[[Tensor], Tensor] 
     X = shape_inputs(normal(sizes.samples, sizes.inputs))
     # The true factors are as wide as the network's.
     U_true, V_true = normal(sizes.outputs, sizes.hidden), normal(sizes.inputs, sizes.hidden)
-    return Problem(X, X @ V_true @ U_true.mT, normal(sizes.outputs, sizes.hidden), normal(sizes.inputs, sizes.hidden))
+    return Synthetic(X, X @ V_true @ U_true.mT, normal(sizes.outputs, sizes.hidden), normal(sizes.inputs, sizes.hidden))
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ Objective = Callable[[Tensor, Tensor], Tensor]
 
 
 def train(
-    problem: Problem, descent: Descent, objective: Objective, predict: Predict | None, context: Context
+    problem: Synthetic, descent: Descent, objective: Objective, predict: Predict | None, context: Context
 ) -> Trained:
     """Trains the network with sampled masks, or without any (``predict`` is None) on the deterministic objective.
 
@@ -199,12 +199,12 @@ def _places(iterations: int) -> set[int]:
     return {min(max(int(place), 0), iterations - 1) for place in torch.cat([even, powers]).round().tolist()}
 
 
-def objective_of(problem: Problem, scheme: Scheme) -> Objective:
+def objective_of(problem: Synthetic, scheme: Scheme) -> Objective:
     """Returns the deterministic objective of a scheme (Lemma 2.1, Lemma 3.1) on the compressed problem."""
     return objective_with(problem, scheme.characteristic_matrix((problem.U.shape[1],)))
 
 
-def objective_with(problem: Problem, cbar: Tensor) -> Objective:
+def objective_with(problem: Synthetic, cbar: Tensor) -> Objective:
     """Returns the deterministic objective of masks with a characteristic matrix (Lemma 3.1)."""
     small = problem.compressed()
 
