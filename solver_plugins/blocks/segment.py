@@ -16,14 +16,16 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 _REENTRANT = CheckpointFunction.forward.__code__
+# Says at once that there is no segment. Before torch 2.7 the stack is always looked through.
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 def current_segments() -> tuple[Any, ...]:
     """Returns one object for every checkpointed segment that runs in this thread, the innermost first."""
     if torch.compiler.is_compiling():
         return ()
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    inside = hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+    hooks = None if _TOP_HOOKS is None else _TOP_HOOKS(True)
+    inside = _TOP_HOOKS is None or getattr(hooks and hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
     # A segment of the reentrant kind runs without gradients.
     if not inside and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
         return ()
@@ -39,7 +41,7 @@ def current_segments() -> tuple[Any, ...]:
             # A segment of the other kind is a generator that waits for the segment's end.
             found.extend(one for one in frame.f_locals.values() if isinstance(one, GeneratorType))
         frame = frame.f_back
-    return tuple(found) if found or not inside else (hooks[1],)
+    return (hooks[1],) if hooks and inside and not found else tuple(found)
 
 
 def left_out(segments: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

@@ -17,6 +17,7 @@ from solver_plugins.operators.linear import LinearMap
 from solver_plugins.operators.lipschitz import lipschitz_constant, lipschitz_from_kernel, rescaled_bound
 from solver_plugins.operators.operator import LinearOperator
 from solver_plugins.operators.precision import autocast_off, autocasts, match_dtype, product_dtype
+from solver_plugins.operators.private import check_torch
 from solver_plugins.operators.sampling import (
     expected_smoothness,
     importance_mask,
@@ -71,3 +72,5 @@ __all__ = [
     "tau_of",
     "uniform",
 ]
+
+check_torch()

@@ -7,7 +7,7 @@ import pydantic
 import torch
 from torch import Tensor
 
-from solver_plugins.operators import is_eager, solve_small
+from solver_plugins.operators import autocast_off, is_eager, solve_small
 from solver_plugins.registry import register_solver
 from solver_plugins.solve.base import DeterministicConfig, Draws, Solver, State
 from solver_plugins.solve.problem import BlockProblem
@@ -100,7 +100,7 @@ class Anderson(Solver):
         # Every difference is taken once, and so is every inner product: a window of them would be taken again.
         image_moves = (*state.image_moves, flat_image - state.image)[-self.config.window :]
         moves = (*state.moves, residual - state.residual)[-self.config.window :]
-        with torch.autocast(image.device.type, enabled=False):
+        with autocast_off(image.device):
             # The small solve keeps the working precision: autocast would run its products in half.
             df = torch.stack(moves, -2)
             normal = _bordered(state.normal, (df * moves[-1].unsqueeze(-2)).sum(-1))

@@ -1,7 +1,7 @@
 """A pass on a fake CUDA device: no tensor on a wrong device, and no look at a value, which would stall a real one.
 
 FakeTensorMode computes devices and shapes without a GPU, and raises where a value is asked for. Autograd's engine does
-not run there, so backward passes are not looked at.
+not run there, but it does on the meta device, where a look at a value raises, too.
 """
 
 import copy
@@ -61,6 +61,20 @@ def test_solvers_and_layers(solver, layer, training, monkeypatch):
     assert run(block, shape, training, monkeypatch).shape == expected
 
 
+def step_on_meta(module, shape):
+    made, x = copy.deepcopy(module).to("meta").train(), torch.empty(shape, device="meta", requires_grad=True)
+    made(x).sum().backward()
+    for one in (x, *(parameter for parameter in made.parameters() if parameter.requires_grad)):
+        assert one.grad is not None and one.grad.shape == one.shape and one.grad.is_meta
+
+
+@pytest.mark.parametrize("layer", sorted(LAYERS))
+@pytest.mark.parametrize("solver", sorted(CASES))
+def test_a_backward_pass_reads_no_value(solver, layer):
+    make, shape = LAYERS[layer]
+    step_on_meta(SolverBlock.from_layer(make(), "relu", solver, 3, **CASES[solver]), shape)
+
+
 @pytest.mark.parametrize("activation", [None, *sorted(set(list_priors()) - {"identity"})])
 def test_priors(activation, monkeypatch):
     try:
@@ -69,6 +83,7 @@ def test_priors(activation, monkeypatch):
         pytest.skip(f"not made from its name: {type(error).__name__}")
     for training in (False, True):
         assert run(block, (4, 6), training, monkeypatch).shape == (4, 8)
+    step_on_meta(block, (4, 6))
 
 
 def net():
@@ -83,6 +98,7 @@ def test_chains(solver, training, monkeypatch):
     rate = {"p": 0.5} if solver == "proxsg" else {}
     model = convert_model(net(), solver, 3, pattern="all", example_inputs=torch.randn(2, 3, 8, 8), blend=0.3, **rate)
     assert run(model, (2, 3, 8, 8), training, monkeypatch).shape == (2, 6)
+    step_on_meta(model, (2, 3, 8, 8))
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -90,12 +106,15 @@ def test_chains(solver, training, monkeypatch):
 def test_whole_models(name, size, training, monkeypatch):
     model = convert_model(timm.create_model(name, num_classes=5), "proxgd", 2, pattern="all")
     assert run(model, (2, 3, size, size), training, monkeypatch).shape == (2, 5)
+    step_on_meta(model, (2, 3, size, size))
 
 
 def test_a_look_at_a_value_is_seen():
     """What these tests rely on."""
     with FakeTensorMode(), pytest.raises(DataDependentOutputException):
         bool(torch.ones((), device="cuda") > 0)
+    with pytest.raises(RuntimeError, match="meta"):
+        bool(torch.ones((), device="meta") > 0)
 
 
 def test_every_solver_is_here():
