@@ -16,7 +16,7 @@ import torch
 from torch.utils.checkpoint import CheckpointFunction
 
 _REENTRANT = CheckpointFunction.forward.__code__
-# Says at once that there is no segment. Before torch 2.7 the stack is always looked through.
+# Says at once that there is no segment. Where torch lacks it (2.7), the stack is always looked through.
 _TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 

@@ -24,7 +24,7 @@ LAYERS = {
     "conv2d_circular": (lambda **k: nn.Conv2d(3, 4, 3, padding=1, padding_mode="circular", **k), (2, 3, 5, 5)),
     "conv2d_reflect": (lambda **k: nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect", **k), (2, 3, 5, 5)),
     "conv3d": (lambda **k: nn.Conv3d(2, 3, 2, padding=1, **k), (2, 2, 3, 3, 3)),
-    "timm_conv2d_same": (lambda **k: Conv2dSame(3, 4, 3, stride=2, **k), (2, 3, 7, 8)),
+    "timm_conv2d_same": (lambda dtype=None: Conv2dSame(3, 4, 3, stride=2).to(dtype), (2, 3, 7, 8)),
     "hf_conv1d": (lambda **k: Conv1D(4, 6).to(**k), (2, 3, 6)),
     "unbatched_conv2d": (lambda **k: nn.Conv2d(3, 4, 3, **k), (3, 6, 6)),
 }
