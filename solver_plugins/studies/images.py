@@ -27,6 +27,8 @@ class ImageData(StrictConfig):
     validation: str = Field("test", description="The split that is looked at during training.")
     test: str | None = Field(None, description="The split that is looked at once, at the end; null for none.")
     image: str | None = Field(None, description="The column of images; found by itself by default.")
+    text: str | None = Field(None, description="The column of texts, for studies of texts.")
+    max_length: int = Field(64, ge=1, description="Texts are cut after this many tokens.")
     label: str | None = Field(None, description="The column of labels; found by itself by default.")
 
     def load(self) -> "Images":
@@ -107,7 +109,11 @@ class ImageStudy(Study[C]):
     _images: Images
 
     def prepare(self) -> None:
-        self._images = self.config.data.load()
+        self._images = self._load()
+
+    def _load(self) -> Images:
+        """Returns all splits of the data."""
+        return self.config.data.load()
 
     def _normalised(self, context: Context) -> tuple[Part, Part]:
         """Returns the training and validation split, normalised by the training split."""

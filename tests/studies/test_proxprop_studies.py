@@ -2,12 +2,14 @@
 
 import math
 
+import datasets
 import pytest
 import torch
+import transformers
 from torch.nn import functional
 
 from solver_plugins.errors import OptionError
-from solver_plugins.studies import Cell, Context, Results, read_study_config, run_study
+from solver_plugins.studies import STUDIES, Cell, Context, Results, read_study_config, run_study
 from solver_plugins.studies.images import ImageData, Images
 from solver_plugins.studies.proxprop_convergence import Training, conv_net, mlp, train_network
 from solver_plugins.studies.proxprop_stability import PAPER, ProxPropStability
@@ -15,6 +17,7 @@ from solver_plugins.studies.study import Measured
 from solver_plugins.studies.training import scores
 from solver_plugins.train import DataError
 from solver_plugins.train.tensors import Part
+from tests.train.test_recipes import small_bert
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +186,55 @@ def test_proxprop_trains_otherwise_than_its_optimiser_alone(tmp_path):
     assert differences.columns == ("", "over 'adamw-1'", "over 'adamw-2'") and len(differences.rows) == 1
     assert [row[:4] for row in arms.rows][2] == ("proxprop-adamw-1", "adamw", "cg3", "1")
     assert len(accuracy.rows) == len(search.rows) == 3
+
+
+def texts(folder):
+    """Saves films that are good or bad, which the words tell."""
+    rows = [("a good film" if place % 2 else "a film", place % 2) for place in range(24)]
+    columns = {"sentence": [text for text, _ in rows], "label": [label for _, label in rows]}
+    features = datasets.Features({"sentence": datasets.Value("string"), "label": datasets.ClassLabel(2)})
+    split = datasets.Dataset.from_dict(columns, features)
+    datasets.DatasetDict(train=split, validation=split).save_to_disk(folder / "texts")
+    return [
+        f"data.name={folder / 'texts'}", "data.text=sentence", "data.max_length=6", "data.train=train[:12]",
+        "data.validation=train[12:]", "data.test=validation", f"model={{spec: hf/{small_bert(folder / 'bert')}}}",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("scenario", ["norm", "resnet", "texts"])
+def test_scenarios_of_optimisers(scenario, tmp_path):
+    more = {"norm": ["norm=true"], "resnet": ["model={spec: timm/test_resnet}", "image_size=16"]}
+    changes = texts(tmp_path) if scenario == "texts" else more[scenario]
+    config = read_study_config("proxprop-optimizers", "smoke", [*changes, "fitting.batch_size=6"])
+    outcome = run_study("proxprop-optimizers", config, tmp_path / "run")
+    final = [cell for cell in outcome.metrics["cells"] if cell["stage"] == "final"]
+    (network,) = {cell["network"] for cell in final}
+    assert network == {"norm": "conv-norm", "resnet": "test_resnet", "texts": "bert"}[scenario]
+    assert len({cell["training_loss"] for cell in final}) == 3 and all(0 < cell["loss"] < 10 for cell in final)
+    assert outcome.tables[2].columns[-2:] == ("rates within 1 point", "decades")
+
+
+def test_tokens_are_those_of_the_tokenizer(tmp_path):
+    config = read_study_config("proxprop-optimizers", "smoke", texts(tmp_path))
+    study = STUDIES.get("proxprop-optimizers")(config)
+    study.prepare()
+    images, model = study._images, study.make("").eval()
+    assert images.classes == 2 and images.train.images.shape == (12, 2, 1, 6)
+    assert images.test.labels[:3].tolist() == [0, 1, 0]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bert")
+    expected = tokenizer(["a film", "a good film"], return_tensors="pt", padding=True)
+    with torch.no_grad():
+        # Padding to the full length changes nothing but rounding.
+        assert torch.allclose(model(images.train.images[:2]), model.model(**expected).logits, atol=1e-6)
+
+
+def test_width_is_in_decades():
+    study = STUDIES.get("proxprop-optimizers")(read_study_config("proxprop-optimizers", "smoke"))
+    search = [
+        Measured(Cell("a", 0, (("lr", rate),)), {"validation_accuracy": score}, 0.0, 0.0)
+        for rate, score in ((1e-3, 59.2), (1e-2, 60.0), (1e-1, 58.0), (1.0, None))
+    ]
+    assert study._width(Results(search)) == ("2", "1.0") and study._width(Results()) == ("", "")
 
 
 @pytest.mark.parametrize(
