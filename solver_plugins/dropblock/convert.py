@@ -175,7 +175,7 @@ def _plan(
     silent = {
         (name, "p"): 0.5
         for name, module in model.named_modules()
-        if isinstance(module, nn.Dropout) and module.p == 0 and wanted is not None and wanted.names(name, module)
+        if isinstance(module, nn.Dropout) and module.p == 0 and wanted is not None and wanted.matches(name, module)
     }
     sites = find_sites(model, record(model, example_inputs, silent))
     for site in sites:
@@ -197,7 +197,7 @@ def _plan(
 
 
 def _named(given: TargetList | Target, site: Site) -> bool:
-    return site.module is not None and given.names(site.name, site.module)
+    return site.module is not None and given.matches(site.name, site.module)
 
 
 def _reason_against(site: Site, wanted: TargetList | None, unwanted: TargetList | None, dims: int | None) -> str | None:

@@ -96,7 +96,7 @@ def _read_directly(model: nn.Module) -> dict[int, str]:
 
 
 def _met(given: Target | TargetList, names: list[str], layer: nn.Module) -> bool:
-    return any(given.names(name, layer) for name in names)
+    return any(given.matches(name, layer) for name in names)
 
 
 def _check_met(given: TargetList, named: dict[int, tuple[nn.Module, list[str]]]) -> None:

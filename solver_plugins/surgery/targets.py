@@ -30,9 +30,6 @@ class Target:
     matches: Callable[[str, nn.Module], bool]
     whole: bool = False
 
-    def names(self, name: str, module: nn.Module) -> bool:
-        return self.matches(name, module)
-
 
 @dataclass(frozen=True)
 class TargetList:
@@ -41,7 +38,7 @@ class TargetList:
     option: str
     targets: tuple[Target, ...]
 
-    def names(self, name: str, module: nn.Module) -> bool:
+    def matches(self, name: str, module: nn.Module) -> bool:
         return any(target.matches(name, module) for target in self.targets)
 
     def meets(self, block: Block) -> bool:
