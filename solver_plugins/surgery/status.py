@@ -242,48 +242,44 @@ def _mean(value: Any) -> float | None:
     return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
 
 
+_TEXTS = ("layer", "outlet", "solver", "p, tau", "prior", "constant", "verdict")
+"""Columns that hold no numbers."""
+
+
 def _table(blocks: tuple[BlockStatus, ...], width: int) -> "RenderableType":
     passed, roomy = any(block.calls is not None for block in blocks), width >= ROOMY
-    columns: dict[str, list[str]] = {"layer": [block.name for block in blocks]}
-    if roomy:
-        columns["outlet"] = [block.role if block.role == "layer" else block.outlet for block in blocks]
-    if len({block.solver for block in blocks}) > 1:
-        columns["solver"] = [block.solver for block in blocks]
-    if any(block.tau is not None for block in blocks) and (roomy or not passed):
-        columns["p, tau"] = [rate(block.p, block.tau) for block in blocks]
-    if roomy or not passed:
-        columns["prior"] = [block.prior for block in blocks]
-    columns["L"] = [number(block.L) for block in blocks]
-    apart = any(block.of_evaluation is not None for block in blocks)
     # A narrow table of a pass leaves out what the other columns imply.
-    if roomy or not passed:
-        columns["step"] = [number(block.step) for block in blocks]
-    if roomy or not passed or any(block.constant != "certified" for block in blocks):
-        columns["constant"] = [block.constant for block in blocks]
-    if roomy or not passed:
-        columns["drift"] = [number(block.drift, 4) for block in blocks]
-    for heading, values in (
-        ("blend", [block.blend for block in blocks]),
-        ("gain", [block.gain for block in blocks]),
-        ("gate", [block.gate for block in blocks]),
-        ("like p", [block.effective_rate for block in blocks]),
-        ("implicit residual", [block.residual for block in blocks]),
-    ):
-        if any(value is not None for value in values):
-            columns[heading] = [number(value) for value in values]
-    if passed:
-        if roomy or not apart:
-            columns["objective"] = [_objective(block, roomy) for block in blocks]
-        columns["residual"] = [number(block.last_residual, 2) for block in blocks]
-        if apart:
-            columns["L / eval"] = [number(block.of_evaluation, 2) for block in blocks]
-        columns["scale"] = ["" if block.scale is None else f"{number(block.scale)}x" for block in blocks]
-        columns["verdict"] = [block.verdict or "" for block in blocks]
-    right = {"L", "step", "drift", "blend", "gain", "like p", "implicit residual", "objective", "residual", "scale"}
-    right |= {"gate", "L / eval"}
-    table = plain_table(list(columns), right)
-    for cells in zip(*columns.values(), strict=True):
-        table.add_row(*cells)
+    wide = roomy or not passed
+
+    def has(name: str) -> bool:
+        return any(getattr(block, name) is not None for block in blocks)
+
+    columns: tuple[tuple[str, bool, Callable[[BlockStatus], str]], ...] = (
+        ("layer", True, lambda one: one.name),
+        ("outlet", roomy, lambda one: one.role if one.role == "layer" else one.outlet),
+        ("solver", len({block.solver for block in blocks}) > 1, lambda one: one.solver),
+        ("p, tau", wide and has("tau"), lambda one: rate(one.p, one.tau)),
+        ("prior", wide, lambda one: one.prior),
+        ("L", True, lambda one: number(one.L)),
+        ("step", wide, lambda one: number(one.step)),
+        ("constant", wide or any(block.constant != "certified" for block in blocks), lambda one: one.constant),
+        ("drift", wide, lambda one: number(one.drift, 4)),
+        ("blend", has("blend"), lambda one: number(one.blend)),
+        ("gain", has("gain"), lambda one: number(one.gain)),
+        ("gate", has("gate"), lambda one: number(one.gate)),
+        ("like p", has("effective_rate"), lambda one: number(one.effective_rate)),
+        ("implicit residual", has("residual"), lambda one: number(one.residual)),
+        ("objective", passed and (roomy or not has("of_evaluation")), lambda one: _objective(one, roomy)),
+        ("residual", passed, lambda one: number(one.last_residual, 2)),
+        ("L / eval", passed and has("of_evaluation"), lambda one: number(one.of_evaluation, 2)),
+        ("scale", passed, lambda one: "" if one.scale is None else f"{number(one.scale)}x"),
+        ("verdict", passed, lambda one: one.verdict or ""),
+    )
+    shown = [(heading, cell) for heading, wanted, cell in columns if wanted]
+    headings = [heading for heading, _ in shown]
+    table = plain_table(headings, right=set(headings).difference(_TEXTS))
+    for block in blocks:
+        table.add_row(*(cell(block) for _, cell in shown))
     return table
 
 
