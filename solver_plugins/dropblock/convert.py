@@ -131,11 +131,7 @@ def inspect_dropout(
 
 
 def revert_dropout(model: nn.Module) -> nn.Module:
-    """Restores every dropout that :func:`convert_dropout` converted.
-
-    Raises:
-        ConversionError: If there is none.
-    """
+    """Restores every dropout that :func:`convert_dropout` converted; ConversionError if there is none."""
     found = [module for module in model.modules() if isinstance(module, StructuredShell)]
     if not found:
         raise ConversionError(f"Expected converted dropout; found {type(model).__name__} without any.")

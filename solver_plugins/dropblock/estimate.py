@@ -28,11 +28,7 @@ class Estimate:
 
 
 def estimate(draw: Callable[[int], Tensor], d: int, samples: int, mean: float | Tensor | None) -> Estimate:
-    """Estimates ``Cbar`` from masks of ``d`` units, of which ``draw(n)`` returns ``n``; ``mean`` is theirs, if known.
-
-    Raises:
-        OptionError: If there are too few samples, or a unit was never kept.
-    """
+    """Estimates ``Cbar`` from masks of ``d`` units, of which ``draw(n)`` returns ``n``, and their mean if known."""
     if samples < 2:
         raise OptionError(f"Expected at least two samples; found {samples}.")
     # With x = z/mu, Cbar = E[x x^T] - 1. Its variance needs the moments E[x_i^2 x_j^2] and E[x_i^2 x_j].

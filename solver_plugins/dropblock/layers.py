@@ -112,9 +112,9 @@ def drop_connect_linear(
     training: bool = True,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """A linear layer that drops single weights (DropConnect); the bias is kept.
+    """A linear layer that drops single weights (DropConnect), the same for all samples of a batch, but keeps its bias.
 
-    The samples of a batch share a mask. That needs no memory, and a loss that sums over samples has the same
+    A mask of its own for each sample would need much memory, and a loss that sums over samples has the same
     expectation.
     """
     check_theta(theta)

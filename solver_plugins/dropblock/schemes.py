@@ -87,20 +87,14 @@ class Scheme(abc.ABC):
 
     @abc.abstractmethod
     def mask(self, batch: Shape, size: Shape, *, device: Device = None, generator: Source = None) -> Tensor:
-        """Draws one mask for each element of the batch, shape ``(*batch, *size)``; units with a zero are dropped.
-
-        ``size`` is ``(d,)`` for vectors and ``(height, width)`` for maps.
-        """
+        """Draws one mask for each element of the batch, shape ``(*batch, *size)``; units with a zero are dropped."""
 
     @abc.abstractmethod
     def characteristic_matrix(self, size: Shape) -> Tensor:
         """Returns ``Cbar`` (eq. 16) in float64, for units in the order of ``flatten``."""
 
     def variance(self, weight: Tensor, features: Tensor) -> Tensor:
-        """Returns ``h^T (Cbar o U^T U) h`` for each row ``h`` of the features ``(..., d)``, with the weight ``U``.
-
-        The cost is O(d^2 (a + N)) or better for a weight ``(a, d)``.
-        """
+        """Returns ``h^T (Cbar o U^T U) h`` for each row ``h`` of the features, with the weight ``U``."""
         matrix = self._matrix_for(weight) * (weight.mT @ weight)
         return ((features @ matrix) * features).sum(-1)
 
@@ -183,8 +177,8 @@ class GridBlocks(_BlockScheme):
 class OverlappingBlocks(_BlockScheme):
     """Blocks anywhere, as in the original DropBlock; those that reach over the border are cut off.
 
-    So every unit, even at the border, lies in ``r`` (maps: ``r^2``) possible blocks and is kept with probability
-    ``theta`` at every size.
+    Every unit, even at the border, lies in ``r`` (maps: ``r^2``) possible blocks and is kept with probability
+    ``theta``.
     """
 
     name: ClassVar[str] = "overlapping"

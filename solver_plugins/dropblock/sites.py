@@ -25,8 +25,7 @@ class Site:
     """One dropout: a module, or a function (``module`` is None) by the name of the module that calls it.
 
     Attributes:
-        p: Its own rate.
-        block_size: Its own block size, if it is a DropBlock.
+        p: Its own rate, and ``block_size``, if it is a DropBlock, its own block size.
         shapes: The shapes of its inputs, one per call of the recorded pass.
         dims: Blocks reach over this many of the last dimensions; None if that is not clear.
         reason: Why it cannot be converted, or None.

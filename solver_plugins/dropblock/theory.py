@@ -44,10 +44,7 @@ def estimate_characteristic_matrix(
     samples: int = ESTIMATE_SAMPLES,
     generator: torch.Generator | None = None,
 ) -> Estimate:
-    """Estimates ``Cbar`` of an arbitrary sampler by Monte Carlo, with standard errors.
-
-    The sampler is one of :func:`make_scheme`; a known ``mean`` of its masks makes the error bars smaller.
-    """
+    """Estimates ``Cbar`` of a sampler by Monte Carlo, with error bars, which a known ``mean`` makes smaller."""
     scheme = sampler if isinstance(sampler, SampledScheme) else SampledScheme(sampler, mean)
     return scheme.estimate(_size(d), samples, generator)
 

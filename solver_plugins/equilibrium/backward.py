@@ -93,10 +93,7 @@ class Adjoint:
 
 
 def with_gradient(value: Tensor, problem: EquilibriumProblem, jacobian: Jacobian, adjoint: Adjoint) -> Tensor:
-    """Returns ``value``, an equilibrium of an explicit problem, with its gradient for weights and offsets.
-
-    ``jacobian`` is that of the problem at ``value``, and ``adjoint`` solves ``y = w + J^T y``.
-    """
+    """Returns ``value``, an equilibrium of an explicit problem, with its gradient for weights and offsets."""
     weights = [unit.operator.weight for unit in problem.units]
     offsets = [unit.offset for unit in problem.units]
     emptied = jacobian.with_tensors(())

@@ -66,10 +66,7 @@ def write_card(
 
 
 def push(folder: Path, repository: str) -> None:
-    """Uploads a folder to a repository of the Hugging Face Hub, which is made if there is none.
-
-    SavingError if the hub does not take it; the folder is there all the same.
-    """
+    """Uploads a folder to a repository of the Hugging Face Hub, made if there is none; a SavingError if it fails."""
     from huggingface_hub import HfApi
 
     api = HfApi()

@@ -34,9 +34,7 @@ _WRITTEN = re.compile(
 def new_folder(folder: str | os.PathLike[str], overwrite: bool) -> Iterator[Path]:
     """Gives a temporary folder to write into, which becomes ``folder`` once everything is written and on the disk.
 
-    Raises:
-        SavingError: If the folder is not empty and ``overwrite`` is not set, or holds something else than a saved
-            model, or cannot be made.
+    SavingError if that cannot be made, is not empty without ``overwrite``, or holds something else than a saved model.
     """
     place = Path(os.path.abspath(folder))
     _check(place, overwrite)
@@ -81,9 +79,6 @@ def new_files(place: Path) -> Iterator[Path]:
     """Gives a temporary path with the name of ``place``, beside which other files may be written, too.
 
     All of them move to the folder of ``place`` once they are written and on the disk, ``place`` itself at last.
-
-    Raises:
-        SavingError: If no file can be made there.
     """
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

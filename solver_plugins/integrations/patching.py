@@ -32,13 +32,7 @@ class PatchError(SolverPluginsError, ValueError):
 
 @dataclass(frozen=True)
 class Hunk:
-    """Lines to insert, and the lines around them; without their line ends.
-
-    Attributes:
-        before: The lines in front of them.
-        lines: The lines.
-        after: The lines behind them.
-    """
+    """Lines to insert, and the lines before and after them; without their line ends."""
 
     before: tuple[bytes, ...]
     lines: tuple[bytes, ...]
@@ -89,23 +83,14 @@ class Patch:
 
 @dataclass(frozen=True)
 class Patched:
-    """What was done to a file.
-
-    Attributes:
-        patch: The patch.
-        version: The version of the script, if the patch was tried with this very file.
-    """
+    """What was done to a file, and the version of the script if the patch was tried with this very file."""
 
     patch: Patch
     version: str | None
 
 
 def patch_folder() -> Path:
-    """Returns the folder with the patches: in the source tree, or among the data of the installed package.
-
-    Raises:
-        PatchError: If neither has patches.
-    """
+    """Returns the folder with the patches: in the source tree, or among the data of the installed package."""
     places = shipped_folders("patches")
     for place in places:
         if any(place.glob("*.patch")):
@@ -119,11 +104,7 @@ def list_patches(folder: Path | None = None) -> list[Patch]:
 
 
 def read_patch(path: Path) -> Patch:
-    """Reads a patch.
-
-    Raises:
-        PatchError: If it has another form, or removes a line.
-    """
+    """Reads a patch; PatchError if it has another form, or removes a line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:

@@ -10,11 +10,7 @@ from solver_plugins.integrations.folder import PREPROCESSING, VOCABULARIES
 
 
 def save_preprocessing(model: Any, folder: Path, given: Any = None) -> None:
-    """Writes what prepares the inputs of a model: what is given, or the files that the model was loaded with.
-
-    Raises:
-        SavingError: If what is given cannot be saved, or is a tokenizer without a vocabulary.
-    """
+    """Writes what prepares the inputs of a model: what is given, or the files that the model was loaded with."""
     if given is None:
         for file in _files_of(getattr(model, "name_or_path", "")):
             shutil.copyfile(file, folder / file.name)
@@ -32,11 +28,7 @@ def save_preprocessing(model: Any, folder: Path, given: Any = None) -> None:
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Any:
-    """Returns the tokenizer of a folder or of a repository.
-
-    Raises:
-        LoadingError: If there is none, for which transformers would make one that knows no word.
-    """
+    """Returns the tokenizer of a folder or repository; LoadingError where transformers would make an empty one."""
     from transformers import AutoTokenizer
 
     where = Path(source).expanduser()

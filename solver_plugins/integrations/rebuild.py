@@ -25,8 +25,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
 def differences(model: nn.Module, made: nn.Module) -> list[str]:
     """Returns what differs between a plain model and one that was built again, other than weights.
 
-    It compares names, classes, shapes, and every number or text that a module keeps: no state dict holds the rate of a
-    dropout.
+    Names, classes, shapes, and every number or text that a module keeps: no state dict holds the rate of a dropout.
     """
     ours, theirs = dict(model.named_modules()), dict(made.named_modules())
     lines = [f"{name or 'the model'} is not built" for name in ours if name not in theirs]

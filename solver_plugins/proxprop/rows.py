@@ -41,11 +41,7 @@ class Rows:
 
     @classmethod
     def of(cls, layer: nn.Module) -> "Rows":
-        """Returns how a layer turns its input into rows.
-
-        Raises:
-            UnsupportedLayerError: If the package cannot read the layer, or its kernel is not just its weight.
-        """
+        """Returns how a layer turns its input into rows; UnsupportedLayerError if its kernel is not just its weight."""
         kernel, geometry = read_layer(layer)
         weight = layer._parameters.get("weight")
         if weight is None:

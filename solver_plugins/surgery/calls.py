@@ -56,11 +56,10 @@ class Call:
         kind: "module" for a module whose inside is not looked at, "function" for a function called outside of those.
         name: The module's qualified name, or the function's bare name.
         module: The module (of the model itself, never of a copy), or None.
-        function: The function as torch knows it, or None. It is also None for "written_through_view": a write that
-            reached a tensor through another one that shares its memory.
+        function: The function as torch knows it, or None; also None for "written_through_view": a write that reached a
+            tensor through another one that shares its memory.
         scope: Name of the innermost module around the call that is not itself a step.
         args: Positional arguments, with :class:`Ref` in place of tensors; likewise ``kwargs``.
-        inputs: The tensors read.
         outputs: Ids of the values written, those changed in place included.
         parameters: Names of the Parameters read by a function, directly or through a computation from them alone.
     """

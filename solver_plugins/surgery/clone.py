@@ -71,10 +71,7 @@ def clone(model: nn.Module, replace: Replace) -> tuple[nn.Module, dict[nn.Module
 
 
 def shorten_recurrence(made: nn.Module) -> None:
-    """Makes the recurrent layers of a copy on the meta device return outputs of the right shape, and nothing more.
-
-    torch would run them step by step: a thousand operators for one layer, none of which computes anything.
-    """
+    """Makes recurrent layers of a copy on the meta device return outputs of the right shape instead of running."""
     for module in made.modules():
         if isinstance(module, nn.RNNBase):
             module.__dict__["forward"] = functools.partial(_recurrent_shapes, module)

@@ -29,8 +29,7 @@ _AS = frozenset({"view_as", "reshape_as", "expand_as", "type_as", "to"})
 class Step:
     """What comes after a value: ``call`` is the only one that reads it, or None, and ``readers`` are all that do.
 
-    ``value`` is what the next call reads; it holds the same numbers as the one asked about. ``reshaped``: shape
-    operations were skipped on the way. ``is_output``: the model returns it.
+    ``value`` is what the next call reads; it holds the same numbers. ``reshaped``: shape operations were skipped.
     """
 
     value: int
@@ -54,11 +53,7 @@ class Rate:
 
 
 class Graph:
-    """A record with the questions that the matcher asks of it.
-
-    ``rates`` tells, as far as that is known, where functional dropouts have their rates from, by the index of their
-    call.
-    """
+    """A record with the questions that the matcher asks of it; ``rates`` are those of functional dropouts, if known."""
 
     def __init__(self, record: Record, rates: Mapping[int, Rate] | None = None):
         self.record = record

@@ -64,11 +64,7 @@ def read_inputs(given: Any) -> Inputs:
 
 
 def example_inputs_for(model: nn.Module) -> Inputs:
-    """Makes inputs for a model of timm or transformers, or for a Sequential whose first layer says its input's shape.
-
-    Raises:
-        RecordError: If the model does not say enough.
-    """
+    """Makes inputs for a model of timm or transformers, or for a Sequential whose first layer says its shape."""
     return next(candidate_inputs(model))
 
 

@@ -65,10 +65,7 @@ class LiveEntry:
 
 
 def enter_into_config(model: nn.Module, written: Callable[[nn.Module], dict[str, Any]]) -> None:
-    """Lets the config of a transformers model write the model's conversion, and has timm refuse to save one of its own.
-
-    Other models are left alone.
-    """
+    """Lets a transformers model's config write its conversion, and has timm refuse to save a model of its own."""
     if is_pretrained_model(model):
         config: Any = model.config
         config.quantization_config = LiveEntry(model, written)

@@ -41,8 +41,8 @@ class DropoutPart:
         calls: Indices of the calls that belong to this block, one for each call of the linear layer.
         after: Whether it stands behind the linear layer instead of before it.
         direct: Whether the same tensor goes between layer and dropout, without a view in between.
-        attribute: The path of the attribute that holds the rate of a function, if a solver can set it to zero.
-        problem: Why a solver cannot.
+        attribute: The path of the attribute that holds the rate of a function, if a solver can set it to zero;
+            otherwise ``problem`` says why not.
     """
 
     name: str | None
@@ -84,13 +84,11 @@ class SkipPart:
 
 @dataclass(frozen=True)
 class ActivationPart:
-    """The activation of a block; it stays where it is.
+    """The activation of a block, which stays where it is: a module, a function, or several operations (neither).
 
     Attributes:
         label: What it is, for reports.
-        name: The module's name; None for a function, as is the module.
-        function: The function; None for a module, and for an activation written out in several operations.
-        args: Arguments after the input; likewise ``kwargs``.
+        args: Arguments of a function after the input; likewise ``kwargs``.
         ownership: "shared" if the module is also called elsewhere.
         sites: How often it is called in one forward pass.
         calls: Indices of its calls in this block.
@@ -161,9 +159,7 @@ class Block(Surroundings):
     """One linear layer of a model, or a weight that belongs to no layer (with the module that holds it).
 
     Attributes:
-        name: The layer's name, or the Parameter's.
         input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
-        output_shape: Shape of its output.
         aliases: Further names of the layer.
         convertible: What a solver may draw if the layer is converted to it.
     """

@@ -28,8 +28,6 @@ class Record:
     """What one forward pass did.
 
     Attributes:
-        calls: The steps, in order.
-        values: The tensors that went between them.
         outputs: Ids of the values that the model returned.
         device: The device that the pass ran on: "meta", or the model's own.
         seconds: How long it took, failed attempts included.

@@ -66,17 +66,11 @@ class ConversionSpec(StrictConfig):
     def of(
         cls, solver: "str | ConversionSpec", options: Mapping[str, Any], near: Iterable[str] = ()
     ) -> "ConversionSpec":
-        """Returns the spec that the arguments of a function mean.
+        """Returns the spec that the arguments of a function mean; errors are those of :func:`convert_model`.
 
-        Args:
-            solver: The solver's name, or a ready spec, beside which all options have their defaults.
-            options: The other fields, and options of the solver. ``calibrate`` may be the batches themselves.
-            near: Further arguments of that function, for messages about an unknown option.
-
-        Raises:
-            OptionError: For an unknown option, a value that does not fit, or options beside a ready spec.
-            TargetError: If targets are not what they have to be.
-            UnknownNameError: If the solver is not registered.
+        ``solver`` is its name, or a ready spec, beside which all options have their defaults. ``options`` are the other
+        fields, and options of the solver; ``calibrate`` may be the batches themselves. ``near`` are further arguments
+        of that function, for messages about an unknown option.
         """
         if not isinstance(solver, ConversionSpec):
             return cls.parse({"solver": solver, **options}, owner=f"solver {solver!r}", context=tuple(near))
@@ -193,11 +187,7 @@ class ConversionSpec(StrictConfig):
         return self.solver_class.from_options(iters=self.iters, **self.args, **rate)
 
     def options(self) -> dict[str, Any]:
-        """Returns the fields as plain JSON-ready values.
-
-        Raises:
-            OptionError: If targets are a function, which no file can hold.
-        """
+        """Returns the fields as plain JSON-ready values; OptionError if targets are a function."""
         if not self.storable:
             name = "targets" if callable(self.targets) else "exclude"
             raise OptionError(f"Expected {name} as names or a regular expression to write them down; found a function.")

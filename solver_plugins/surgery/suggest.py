@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Layers of one kind.
+    """Layers of one kind: what the solver converts by itself, "classifier", "no prior", "prior" or "norm or skip".
 
     Attributes:
-        kind: "default" for what the solver converts by itself, "classifier", "no prior", "prior", or "norm or skip".
-        layers: Their names.
         options: What converts them, beside the solver and its iterations.
-        training: Operations of the forward pass in training, in units of these layers as they are.
-        evaluation: The same in evaluation.
+        training: Operations of the forward pass in training, in units of these layers as they are; likewise in
+            evaluation.
         merges: Whether all of them become plain layers of the same function again (``merge_model``).
         why: When that is worth while.
     """

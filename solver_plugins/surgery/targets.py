@@ -21,8 +21,7 @@ Targets = str | Iterable[str] | Callable[[str, nn.Module], bool]
 class Target:
     """One way to name layers: ``label`` is its name in messages, ``matches`` tells by name and module what it means.
 
-    ``text`` is the name, its end, or the regular expression (None for a function); ``whole``: it has to match whole
-    names.
+    ``text`` is the name, its end, or the regular expression (None for a function), which then means ``whole`` names.
     """
 
     label: str
@@ -69,11 +68,7 @@ class TargetList:
 
 
 def read_targets(given: Any, option: str) -> TargetList:
-    """Reads targets as users give them.
-
-    Raises:
-        TargetError: If they are of another kind, empty, or not a regular expression.
-    """
+    """Reads targets as users give them; TargetError if they are of another kind, empty, or no regular expression."""
     if isinstance(given, str):
         try:
             expression = re.compile(given)
