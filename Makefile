@@ -10,10 +10,10 @@ STAMP := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-gpu coverage lint lint-style lint-format lint-types lint-imports format docs release-check clean
+.PHONY: help install quickstart test test-gpu coverage lint lint-style lint-format lint-types lint-imports format docs release-check release-checklist clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 install: $(STAMP) ## Create the virtual environment and install the package with its development tools
 
@@ -71,7 +71,22 @@ docs: $(STAMP) ## Build the documentation site into site/; a broken link fails
 	$(BIN)/python .ci/site.py
 
 release-check: $(STAMP) ## Build sdist and wheel into dist/, and use the wheel in a fresh environment
+	rm -rf dist
 	$(BIN)/python .ci/release_check.py --output dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents dist/*.whl
+
+release-checklist: ## What to do for a release, in order
+	@sed -n 's/^# release: //p' Makefile
+# release: 1. pyproject.toml, CITATION.cff: the new version. CHANGELOG.md: its section has a date.
+# release: 2. pyproject.toml: [project.urls] has Repository, Issues and Documentation of the public home.
+# release: 3. git status is clean, and .ci/run passes (lint, site, tests); make test ARGS="-m slow" passes.
+# release: 4. On a machine with a CUDA or MPS device: make test-gpu.
+# release: 5. make release-check: sdist and wheel build, twine and check-wheel-contents find nothing,
+# release:    and the wheel works in an environment of its own (with --with-dependencies: from the index).
+# release: 6. git tag vX.Y.Z; upload dist/* with twine; publish site/ of make docs.
+# release: 7. pip install solver-plugins==X.Y.Z in a fresh environment; solver-plugins env; the tour runs.
+# release: 8. CHANGELOG.md: a new section "Unreleased".
 
 clean: ## Remove caches and build products (keeps the virtual environment)
 	rm -rf build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # All that a release is made of. A copy of these is built, so that nothing old or unfinished gets in, and no build
 # products are left in the tree.
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "solver_plugins", "configs", "patches")
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "solver_plugins", "configs", "patches")
 SHARED = {
     "patches": "patches/*.patch",
     "studies": "configs/studies/*.yaml",
@@ -102,7 +102,8 @@ def _hook(name: str, tree: Path, output: Path) -> Path:
 def check_wheel(wheel: Path, version: str) -> None:
     """Checks that the wheel holds the package and its files, and nothing else."""
     stem = f"solver_plugins-{version}"
-    expected = {f"{stem}.dist-info/licenses/LICENSE", "solver_plugins/py.typed"}
+    expected = {f"{stem}.dist-info/licenses/{name}" for name in ("LICENSE", "NOTICE")}
+    expected |= {"solver_plugins/py.typed", "solver_plugins/train/digits.npz"}
     expected |= {path.relative_to(ROOT).as_posix() for path in (ROOT / "solver_plugins").rglob("*.py")}
     for kind, pattern in SHARED.items():
         expected |= {f"{stem}.data/data/share/solver_plugins/{kind}/{path.name}" for path in ROOT.glob(pattern)}

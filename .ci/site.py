@@ -7,7 +7,10 @@ folder of their own, where such links become the site's; zensical builds it from
 """
 
 import argparse
+import ast
+import base64
 import importlib
+import json
 import posixpath
 import re
 import shutil
@@ -47,18 +50,57 @@ REFERENCE = {
 def prepare(folder: Path) -> None:
     """Writes all pages of the site into a folder."""
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns("README.md"))
+    ignored = shutil.ignore_patterns("README.md", "ruff.toml", ".*")
+    shutil.copytree(ROOT / "docs", folder, ignore=ignored)
+    for notebook in sorted(folder.rglob("*.ipynb")):
+        notebook.with_suffix(".md").write_text(as_page(notebook), encoding="utf-8")
     sources = {f"docs/{path.relative_to(folder).as_posix()}": path for path in sorted(folder.rglob("*.md"))}
     sources |= {source: folder / place for source, place in PAGES.items()}
     sources["docs/examples/README.md"] = folder / "examples" / "index.md"
     places = {source: path.relative_to(folder).as_posix() for source, path in sources.items()}
     places |= {"docs/README.md": "index.md", "docs/examples": "examples/index.md"}
     for source, path in sources.items():
-        path.write_text(with_links((ROOT / source).read_text(encoding="utf-8"), source, places), encoding="utf-8")
+        text = (ROOT / source if (ROOT / source).is_file() else path).read_text(encoding="utf-8")
+        path.write_text(with_links(text, source, places), encoding="utf-8")
     for name, about in REFERENCE.items():
         page = folder / "reference" / f"{name}.md"
         page.parent.mkdir(exist_ok=True)
         page.write_text(f"# {name}\n\n{about}\n\n{described(name)}", encoding="utf-8")
+
+
+def as_page(notebook: Path) -> str:
+    """Returns a notebook with its outputs as Markdown, and writes its pictures beside it."""
+    parts = []
+    for number, cell in enumerate(json.loads(notebook.read_text(encoding="utf-8"))["cells"]):
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(text)
+            continue
+        parts.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            found = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in found:
+                picture = notebook.with_name(f"{notebook.stem}_{number}.png")
+                picture.write_bytes(base64.b64decode(found["image/png"]))
+                parts.append(f"![Output of the cell above]({picture.name})")
+            elif output.get("name") != "stderr":
+                printed = "".join(found["text/plain"]).strip()
+                parts.append(f"```text\n{printed}\n```")
+    download = f"\n\nThis page is a notebook: `docs/notebooks/{notebook.name}`.\n"
+    return "\n\n".join(parts) + download
+
+
+def undocumented() -> list[str]:
+    """Returns the public modules, classes and functions of the package that have no docstring."""
+    found = []
+    for path in sorted((ROOT / "solver_plugins").rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in [tree, *tree.body]:
+            name = getattr(node, "name", "")
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and not name.startswith("_")
+            if documented and ast.get_docstring(node) is None:
+                found.append(f"{path.relative_to(ROOT)}: {name or 'the module'}")
+    return found
 
 
 def described(name: str) -> str:
@@ -98,6 +140,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=ROOT / "site", help="where the site is written")
     output = parser.parse_args().output.resolve()
+    if missing := undocumented():
+        print("Without a docstring:", *missing, sep="\n  ", file=sys.stderr)
+        return 1
     build = ROOT / "build" / "docs"
     prepare(build / "pages")
     config = yaml.safe_load((ROOT / ".ci" / "site.yml").read_text(encoding="utf-8"))

@@ -5,16 +5,14 @@ Run it by ``python dropblock_regularizer.py``.
 
 import timm
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy, interpolate
 
 from solver_plugins import StructuredDropoutRegularizer
+from solver_plugins.train import load_digits
 
 torch.manual_seed(0)
-digits = load_digits()
-images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
-images = interpolate(images, size=32).expand(-1, 3, -1, -1)
-labels = torch.tensor(digits.target)
+images, labels = load_digits()
+images = interpolate(images[:, None] / 8 - 1, size=32).expand(-1, 3, -1, -1)
 
 model = timm.create_model("test_resnet", num_classes=10)
 # For cross-entropy it is the second-order term of the expected loss; loss="squared" is exact.
@@ -30,7 +28,8 @@ for step in range(25):
     (loss + penalty).backward()
     optimizer.step()
     if step % 12 == 0:
-        print(f"step {step}: loss {loss.item():.2f}, what DropBlock would add on average {penalty.item():.2f}")
+        added = f"what DropBlock would add on average {penalty.item():.2f}"
+        print(f"step {step}: loss {loss.item():.2f}, {added}")
 regularizer.remove()
 
 model.eval()

@@ -10,7 +10,15 @@ from pathlib import Path
 import timm
 import torch
 
-from solver_plugins import calibrate, convert_model, inspect_model, load, revert_model, save, solver_report
+from solver_plugins import (
+    calibrate,
+    convert_model,
+    inspect_model,
+    load,
+    revert_model,
+    save,
+    solver_report,
+)
 
 parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
 parser.add_argument("--model", default="test_resnet")

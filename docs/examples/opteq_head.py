@@ -5,16 +5,14 @@ Run it by ``python opteq_head.py``.
 
 import timm
 import torch
-from sklearn.datasets import load_digits
 from torch.nn.functional import cross_entropy, interpolate
 
 from solver_plugins import attach_opteq_head
+from solver_plugins.train import load_digits
 
 torch.manual_seed(0)
-digits = load_digits()
-images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
-images = interpolate(images, size=32).expand(-1, 3, -1, -1)
-labels = torch.tensor(digits.target)
+images, labels = load_digits()
+images = interpolate(images[:, None] / 8 - 1, size=32).expand(-1, 3, -1, -1)
 
 model = timm.create_model("test_resnet", num_classes=10)  # pretrained=True for a real backbone
 attach_opteq_head(model, hidden=32, layers=2, alpha=0.8, gradient="implicit")
@@ -34,4 +32,4 @@ with torch.no_grad():
     features = model.forward_head(model.forward_features(images[1400:]), pre_logits=True)
     solution = head.equilibrium.solve(features)
     accuracy = (model(images[1400:]).argmax(1) == labels[1400:]).float().mean()
-print(f"accuracy {100 * accuracy:.1f}%; largest residual of the equilibria {float(solution.residual.max()):.1e}")
+print(f"accuracy {100 * accuracy:.1f}%; largest residual {float(solution.residual.max()):.1e}")

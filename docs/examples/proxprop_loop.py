@@ -4,22 +4,23 @@ Run it by ``python proxprop_loop.py``.
 """
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from solver_plugins import ProxProp
+from solver_plugins.train import load_digits
 
-digits = load_digits()
-x = torch.tensor(digits.data, dtype=torch.float32)  # pixels from 0 to 16, not centred: badly conditioned on purpose
-y = torch.tensor(digits.target)
+images, y = load_digits()
+x = images.flatten(1).float()  # from 0 to 16, not centred: badly conditioned on purpose
 train, test = slice(0, 1400), slice(1400, None)
 
 
 def accuracy_after(steps: int, lr: float, proxprop: bool) -> float:
     """Returns the test accuracy of a small network, trained on batches of 200."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10)
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     if proxprop:
         ProxProp(model, mode="cg3", gram="mean").attach(optimizer)  # before every optimizer.step()

@@ -6,107 +6,93 @@ code 2. Anything else is a defect of this package and keeps its traceback.
 
 import importlib
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any
 
-import click
 import typer
-from click.shell_completion import CompletionItem
+from typer.core import TyperGroup
 
 from solver_plugins.errors import SolverPluginsError, did_you_mean
 
 COMMANDS: dict[str, str] = {
     "inspect": "Show what a conversion would do to a model, block by block.",
+    "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
+    "predict": "Say which class images or texts belong to, with a saved model.",
+    "export": "Write a saved model as ONNX or a torch.export program, and check it.",
     "run": "Run a training script of timm or transformers unchanged, with its model converted.",
     "patch": "Add --solver-config to training scripts of timm and transformers.",
-    "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
-    "export": "Write a saved model as ONNX or a torch.export program, and check it.",
-    "predict": "Say which class images or texts belong to, with a saved model.",
     "study": "Repeat an experiment of the papers: table, figure and metrics.",
+    "env": "Print versions and devices, for a bug report.",
 }
 """Each subcommand with its one-line help. The command ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``,
 with underscores for dashes. A group of commands is a ``typer.Typer`` called ``app`` in that module."""
 
 
-class _LazyGroup(click.Group):
+class _LazyGroup(TyperGroup):
     """Imports a subcommand's module only when that subcommand is used: ``--help`` stays fast."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return list(COMMANDS)
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in COMMANDS:
             return None
         attribute = cmd_name.replace("-", "_")
         module = importlib.import_module(f"solver_plugins.cli.{attribute}")
         app = getattr(module, "app", None)
         if app is None:
-            app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+            app = typer.Typer(add_completion=False)
             app.command(cmd_name)(getattr(module, attribute))
-        inner: Any = typer.main.get_command(app)
+        command = typer.main.get_command(app)
+        command.name = cmd_name
+        return command
 
-        # typer may come with a click of its own, whose exceptions and exits this one does not know: the subcommand
-        # reads its arguments, shows its help and ends by itself.
-        def run(arguments: tuple[str, ...]) -> None:
-            inner.main(list(arguments), prog_name=f"{ctx.command_path} {cmd_name}")
-
-        return _Subcommand(cmd_name, inner, run)
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], list(COMMANDS))}")
+        return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
 
-
-class _Subcommand(click.Command):
-    """A subcommand whose arguments are read by ``inner``; shells complete its options, names and keys."""
-
-    def __init__(self, name: str, inner: Any, run: Callable[[tuple[str, ...]], None]):
-        settings = {"ignore_unknown_options": True, "help_option_names": []}
-        rest = click.Argument(
-            ["arguments"], nargs=-1, type=click.UNPROCESSED,
-            shell_complete=lambda ctx, parameter, incomplete: self.shell_complete(ctx, incomplete),
-        )  # fmt: skip
-        super().__init__(name, callback=run, params=[rest], context_settings=settings)
-        self.inner = inner
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        inner = self.inner
-        commands = list(getattr(inner, "commands", {}))
-        options = [text for one in inner.params for text in getattr(one, "opts", ()) if text.startswith("--")]
-        words = options if incomplete.startswith("-") else [*commands, *_words(str(self.name), incomplete)]
-        return [CompletionItem(word) for word in words if word.startswith(incomplete)]
+    def shell_complete(self, ctx: Any, incomplete: str) -> Any:
+        # The names alone: the one-line helps that completion shows would import every subcommand.
+        item = vars(typer.core)["CompletionItem"]
+        options = super().shell_complete(ctx, incomplete) if incomplete.startswith("-") else []
+        return [*(item(name) for name in COMMANDS if name.startswith(incomplete)), *options]
 
 
-def _words(command: str, incomplete: str) -> list[str]:
-    """Returns the names that may stand in a command: recipes and keys of a config, studies, models."""
-    if command == "study":
-        from solver_plugins.shipped import shipped_names
+# Plain help: coloured help asks every subcommand for its text, and would import all of them.
+app = typer.Typer(
+    cls=_LazyGroup,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+    help="Turns layers of timm and Hugging Face models into optimisation solvers.",
+)
 
-        return shipped_names("studies", ".yaml")
-    if command != "finetune":
-        return []
-    from solver_plugins.shipped import shipped_names
-    from solver_plugins.train.options import option_names
 
-    # Keys take a moment to collect, so a recipe's name comes without them.
-    recipes = shipped_names("recipes", ".yaml")
-    return recipes if any(name.startswith(incomplete) for name in recipes) else [f"{key}=" for key in option_names()]
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from solver_plugins import __version__
+
+        print(f"solver-plugins {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def main(args: Sequence[str] | None = None) -> None:
     """Runs the command line and exits: with 0 for success, with 2 for a user's mistake."""
-    from solver_plugins import __version__
-
-    group = _LazyGroup("solver-plugins", help="Turns layers of timm and Hugging Face models into optimisation solvers.")
-    group = click.version_option(__version__, prog_name="solver-plugins")(group)
     try:
-        group.main(None if args is None else list(args), prog_name="solver-plugins")
+        typer.main.get_command(app).main(None if args is None else list(args), prog_name="solver-plugins")
     except SolverPluginsError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(2)

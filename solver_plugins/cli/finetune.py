@@ -11,14 +11,36 @@ from solver_plugins.errors import SolverPluginsError
 from solver_plugins.train.reading import given_options, read_config
 
 
+def _recipes(incomplete: str) -> list[str]:
+    """Returns the recipes that a shell may complete; with none it completes files."""
+    from solver_plugins.shipped import shipped_names
+
+    return [name for name in shipped_names("recipes", ".yaml") if name.startswith(incomplete)]
+
+
+def _keys(incomplete: str) -> list[str]:
+    """Returns the options of a config that a shell may complete."""
+    from solver_plugins.train.options import option_names
+
+    return [f"{name}=" for name in option_names() if name.startswith(incomplete)]
+
+
 def finetune(
     config: Annotated[
         Path | None,
-        typer.Argument(help="A YAML or JSON file, or a recipe's name, such as quickstart.", show_default=False),
+        typer.Argument(
+            help="A YAML or JSON file, or a recipe's name, such as quickstart.",
+            show_default=False,
+            autocompletion=_recipes,
+        ),
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the config, such as optimizer.lr=1e-4."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Changes of the config, such as optimizer.lr=1e-4.",
+            autocompletion=_keys,
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan, the blocks and their cost; train nothing.")

@@ -51,9 +51,19 @@ def list_(
         print(f"{info.name}\n  {info.description}\n  {info.target.reference}")
 
 
+def _studies(incomplete: str) -> list[str]:
+    """Returns the studies that a shell may complete."""
+    from solver_plugins.shipped import shipped_names
+
+    return [name for name in shipped_names("studies", ".yaml") if name.startswith(incomplete)]
+
+
 @app.command()
 def run(
-    name: Annotated[str, typer.Argument(help="A study of `solver-plugins study list`.", show_default=False)],
+    name: Annotated[
+        str,
+        typer.Argument(help="A study of `solver-plugins study list`.", show_default=False, autocompletion=_studies),
+    ],
     changes: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes of its settings, such as seeds=[0,1,2]."),

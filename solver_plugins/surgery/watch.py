@@ -49,6 +49,7 @@ class _Watch:
     recursion: None = None
     seen: list[Seen] = field(default_factory=list)
     solving: bool = False
+    iteration: int = 0
     input: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
@@ -56,12 +57,21 @@ class _Watch:
 
     def step(self, problem: BlockProblem, state: Any, iteration: int, draws: Draws | None) -> Any:
         state = self.solver.step(problem, state, iteration, draws)
-        if iteration in (0, self.solver.config.iters - 1):
-            with torch.no_grad():
-                self._look(problem, state, iteration)
+        self.iteration = iteration
+        # An iterate after the first goes through the gate before it is one.
+        if problem.gate is None or iteration == 0:
+            self._look(problem, state, iteration)
         return state
 
+    def gated(self, problem: BlockProblem, state: Any) -> Any:
+        state = self.solver.gated(problem, state)
+        self._look(problem, state, self.iteration)
+        return state
+
+    @torch.no_grad()
     def _look(self, problem: BlockProblem, state: Any, iteration: int) -> None:
+        if iteration not in (0, self.solver.config.iters - 1):
+            return
         x = self.solver.value(problem, state)
         objective = float(problem.objective(x).mean())
         if iteration == 0:

@@ -1,6 +1,7 @@
 """All options of a run, from the fields of the config: as a commented list, as names, and as a JSON schema."""
 
 import json
+import textwrap
 from typing import Any
 
 import pydantic
@@ -55,11 +56,18 @@ def _lines(model: type[pydantic.BaseModel], indent: str) -> list[str]:
         if inner:
             about = (inner[0].__doc__ or "").strip().splitlines()[0].replace("``", "")
             off = field.default is None
-            lines += [f"{indent}{name}:  # {about}{' Off by default (null).' if off else ''}"]
+            lines += _commented(f"{indent}{name}:", f"{about}{' Off by default (null).' if off else ''}")
             lines += _lines(inner[0], indent + "  ")
         else:
-            lines.append(f"{indent}{name}: {_default(field)}  # {field.description}")
+            lines += _commented(f"{indent}{name}: {_default(field)}", str(field.description))
     return lines
+
+
+def _commented(text: str, about: str) -> list[str]:
+    """Returns a line with its comment behind it, or above it where that is too long for a narrow column."""
+    line = f"{text}  # {about}"
+    indent = " " * (len(text) - len(text.lstrip()))
+    return [line] if len(line) <= 88 else [f"{indent}# {part}" for part in textwrap.wrap(about, 86)] + [text]
 
 
 def _default(field: Any) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 from solver_plugins.errors import did_you_mean
 from solver_plugins.train.config import DataSection
+from solver_plugins.train.digits import load_digits
 from solver_plugins.train.errors import DataError, summary_of
 from solver_plugins.train.images import SUFFIXES
 
@@ -120,14 +121,13 @@ def _digits() -> Any:
     import datasets
     import numpy
     from PIL import Image
-    from sklearn.datasets import load_digits
 
-    found = load_digits()
-    pixels = numpy.round(found.images * (255 / 16)).astype(numpy.uint8)
+    images, labels = load_digits()
+    pixels = numpy.round(images.numpy() * (255 / 16)).astype(numpy.uint8)
     features = datasets.Features(
         {"image": datasets.Image(), "label": datasets.ClassLabel(names=[str(digit) for digit in range(10)])}
     )
-    columns = {"image": [Image.fromarray(image) for image in pixels], "label": found.target.tolist()}
+    columns = {"image": [Image.fromarray(image) for image in pixels], "label": labels.tolist()}
     everything = datasets.Dataset.from_dict(columns, features=features)
     border = len(everything) - DIGITS_TEST
     return datasets.DatasetDict(

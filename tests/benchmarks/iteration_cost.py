@@ -2,7 +2,7 @@
 
     .venv/bin/python -m tests.benchmarks.iteration_cost [--batch 32]
 
-The table of docs/multi_gpu.md: multiply-adds in units of the plain model's linear layers, and bytes kept for the
+The table of docs/performance.md: multiply-adds in units of the plain model's linear layers, and bytes kept for the
 backward pass, both the slope between two and ten iterations. No times: the counts are the same on every machine.
 """
 

@@ -1,6 +1,10 @@
 """The command itself: help, versions, and how mistakes are told."""
 
+import json
+from pathlib import Path
+
 import pytest
+import torch
 
 from solver_plugins import __version__
 from solver_plugins.cli import app, main
@@ -30,6 +34,16 @@ def test_every_command_has_help_of_its_own(capsys, name):
 def test_version(capsys):
     code, out, _ = run(capsys, "--version")
     assert code == 0 and __version__ in out
+
+
+def test_env_names_versions_and_devices_and_no_places(capsys):
+    code, out, _ = run(capsys, "env")
+    assert code == 0 and str(Path.home()) not in out and str(Path(torch.__file__).parent) not in out
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines() if not line.startswith("CUDA"))
+    assert lines["solver-plugins"] == __version__ and lines["torch"] == torch.__version__
+    assert "cpu with" in lines["devices"] and lines["peft"] != "not installed"
+    code, out, _ = run(capsys, "env", "--json")
+    assert code == 0 and json.loads(out)["timm"] == lines["timm"]
 
 
 def test_unknown_command_names_the_nearest(capsys):

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from sklearn.datasets import load_digits
 
 import solver_plugins
+from solver_plugins.train import load_digits
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
 
@@ -38,13 +38,12 @@ def test_every_example_has_a_test_and_a_line():
 def test_finetune_folder(run, tmp_path: Path):
     from PIL import Image
 
-    digits = load_digits()
+    images, labels = load_digits()
     for split, rows in (("train", range(0, 48)), ("test", range(48, 60))):
         for index in rows:
-            folder = tmp_path / "photos" / split / f"digit{digits.target[index] % 3}"
+            folder = tmp_path / "photos" / split / f"digit{labels[index] % 3}"
             folder.mkdir(parents=True, exist_ok=True)
-            pixels = (digits.images[index] * 15).astype("uint8")
-            Image.fromarray(pixels).resize((64, 64)).convert("RGB").save(folder / f"{index}.png")
+            Image.fromarray((images[index] * 15).numpy()).resize((64, 64)).convert("RGB").save(folder / f"{index}.png")
     out, names = run(
         "finetune_folder.py", "photos", "--model", "test_resnet", "--no-pretrained", "--epochs", "1", "--iters", "3",
         "--batch-size", "16", "--workers", "0",

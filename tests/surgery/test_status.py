@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from solver_plugins import SolverLinear, calibrate, convert_model, list_solvers, solver_report
+from solver_plugins import SolverLinear, calibrate, convert_model, gates_of, list_solvers, solver_report
 from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import OptionError
 from solver_plugins.surgery import ConversionError, RecordError
@@ -232,3 +232,18 @@ def test_how_far_training_and_evaluation_are_apart():
     report = solver_report(model.train(), x)
     assert report.blocks[0].of_evaluation > 1.5
     assert any("off that of evaluation" in line for line in report.warnings) and "L / eval" in str(report)
+
+
+def test_a_gated_block_is_looked_at_behind_its_gate():
+    """The iterate before its gate solves another problem, whose objective may rise."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(64, 32), nn.GELU()).double().eval()
+    x = torch.randn(8, 64, dtype=torch.float64)
+    convert_model(net, "proxgd", iters=6, gate="channel", pattern="all", example_inputs=x)
+    with torch.no_grad():
+        gates_of(net)["0.solver_gate"].uniform_(0.01, 0.05)
+    (block,), found = solver_report(net, x).blocks, net[0].diagnose(x)
+    assert block.objective_first == pytest.approx(float(found.objective[0].mean()))
+    assert block.objective_last == pytest.approx(float(found.objective[-1].mean()))
+    assert block.last_residual == pytest.approx(float(found.residual[-1].max()), abs=1e-12)
+    assert block.verdict == "converged"

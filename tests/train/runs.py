@@ -59,7 +59,7 @@ def weights(output: Path, arm: str = "solver") -> Any:
 def spawning() -> Any:
     """Returns a context whose processes start fast: their server has imported everything once."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["solver_plugins.train.finetune", "timm", "datasets", "sklearn.datasets"])
+    made.set_forkserver_preload(["solver_plugins.train.finetune", "timm", "datasets"])
     return made
 
 

@@ -1,4 +1,4 @@
-"""Proximal gradient with momentum, a sparse ReLU, and a study of both: a plug-in for solver_plugins."""
+"""Proximal gradient with momentum, a sparse ReLU, and a study: a plug-in for solver_plugins."""
 
 from heavy_ball.prior import SparseReLU, SparseReluPrior
 from heavy_ball.solver import HeavyBall

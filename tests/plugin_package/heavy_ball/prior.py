@@ -36,10 +36,10 @@ class SparseReluPrior(Prior):
 
     def __post_init__(self) -> None:
         if not self.threshold >= 0:
-            raise NotProximalError(f"A sparse ReLU needs a threshold >= 0; found {self.threshold!r}.")
+            raise NotProximalError(f"Expected a threshold >= 0; found {self.threshold!r}.")
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
-        """Returns ``argmin_{x >= 0} threshold x + (x - a)^2 / (2 t)``: a ReLU at ``t threshold``."""
+        """Returns ``argmin_{x >= 0} threshold x + (x - a)^2 / (2 t)``: a shifted ReLU."""
         return torch.relu(a - step * self.threshold)
 
     def derivative(self, a: Tensor, step: Step = 1.0) -> Tensor:

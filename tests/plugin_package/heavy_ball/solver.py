@@ -12,7 +12,7 @@ class HeavyBallConfig(DeterministicConfig):
     """Options of ``heavy_ball``."""
 
     momentum: float = pydantic.Field(
-        0.4, ge=0, lt=0.5, description="Share of the last move that is added; below one half, 1/L is a safe step."
+        0.4, ge=0, lt=0.5, description="Share of the last move; below one half, 1/L is a safe step."
     )
 
 

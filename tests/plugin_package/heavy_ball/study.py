@@ -18,7 +18,11 @@ class RaceConfig(StudyConfig):
     outputs: int = Field(32, ge=1, description="Output features of the layer.")
     batch: int = Field(16, ge=1, description="How many problems are solved.")
     iters: int = Field(10, ge=2, description="How many iterations are taken.")
-    solvers: list[str] = Field(["proxgd", "fista", "heavy_ball"], min_length=1, description="Who takes part.")
+    solvers: list[str] = Field(
+        ["proxgd", "fista", "heavy_ball"],
+        min_length=1,
+        description="Who takes part.",
+    )
 
 
 class HeavyBallRace(Study[RaceConfig]):
@@ -34,7 +38,7 @@ class HeavyBallRace(Study[RaceConfig]):
         return [Cell(solver, seed) for solver in self.config.solvers for seed in self.config.seeds]
 
     def run(self, cell: Cell, context: Context) -> dict[str, Any]:
-        # The random state depends on the seed alone: all solvers get the same layer and the same inputs.
+        # The random state depends on the seed alone: all solvers get the same layer and inputs.
         layer = nn.Linear(self.config.inputs, self.config.outputs).double()
         u = torch.randn(self.config.batch, self.config.inputs, dtype=torch.float64)
         with torch.no_grad():
@@ -43,7 +47,13 @@ class HeavyBallRace(Study[RaceConfig]):
         gap = ((objective - least) / (objective[0] - least)).clamp_min(0).tolist()
         return {"gap": gap[-1], "curves": {"gap": gap}}
 
-    def _objective(self, layer: nn.Linear, u: torch.Tensor, solver: str, iters: int) -> torch.Tensor:
+    def _objective(
+        self,
+        layer: nn.Linear,
+        u: torch.Tensor,
+        solver: str,
+        iters: int,
+    ) -> torch.Tensor:
         block = SolverLinear.from_linear(layer, activation=nn.ReLU(), solver=solver, iters=iters)
         return block.eval().diagnose(u).objective.sum(1)
 
@@ -52,7 +62,8 @@ class HeavyBallRace(Study[RaceConfig]):
         for solver in self.config.solvers:
             gaps = results.of(arm=solver).each("gap")
             rows.append((solver, f"{sum(gaps) / len(gaps):.1e}"))
-        return [Table(f"Gap left after {self.config.iters} iterations", ("solver", "gap"), rows, "That of one is 1.")]
+        title = f"Gap left after {self.config.iters} iterations"
+        return [Table(title, ("solver", "gap"), rows, "That of one is 1.")]
 
     def draw(self, results: Results) -> Any:
         from solver_plugins.studies.figures import COLOURS, legend, new_figure
@@ -60,7 +71,8 @@ class HeavyBallRace(Study[RaceConfig]):
         figure, axes = new_figure(1, 1)
         for colour, solver in zip(COLOURS, self.config.solvers, strict=False):
             curves = torch.tensor([one.values["curves"]["gap"] for one in results.of(arm=solver)])
-            axes[0][0].semilogy(range(1, self.config.iters + 1), curves.mean(0), color=colour, label=solver)
+            counts = range(1, self.config.iters + 1)
+            axes[0][0].semilogy(counts, curves.mean(0), color=colour, label=solver)
         axes[0][0].set_xlabel("iteration")
         axes[0][0].set_ylabel("gap to the minimum")
         legend(axes[0][0])
