@@ -60,7 +60,7 @@ lint-format: $(STAMP) ## Check formatting (ruff)
 lint-types: $(STAMP) ## Check types (mypy)
 	$(BIN)/mypy
 
-lint-imports: $(STAMP) ## Check the import order of the rooms (import-linter)
+lint-imports: $(STAMP) ## Check the import order of the packages (import-linter)
 	$(BIN)/lint-imports
 
 format: $(STAMP) ## Format the code and sort imports

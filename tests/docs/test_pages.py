@@ -1,5 +1,6 @@
-"""What holds for every page: short lines."""
+"""What holds for every page: short lines, and words that readers know."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,17 @@ def test_lines_have_at_most_100_characters(page: str):
 def is_one_thing(text: str) -> bool:
     link = text.lstrip("!").startswith("[") and text.count("](") == 1
     return link or (text.startswith("`") and text.endswith("`") and text.count("`") == 2)
+
+
+PRIVATE = re.compile(
+    r"\brooms?\b|\barms?\b|\bstash(es)?\b|\bso many\b|\bis no proximal|proximal maps? of nothing|who pays for",
+    re.IGNORECASE,
+)
+"""Words of the people who build this package, and phrases that no one else says."""
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_speak_to_people_who_do_not_build_the_package(page: str):
+    text = re.sub(r"^```.*?^```$|`[^`]*`", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    if page != "CHANGELOG.md":  # Old entries name what was renamed.
+        assert not [match[0] for match in PRIVATE.finditer(text)]
