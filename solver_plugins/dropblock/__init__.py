@@ -30,10 +30,8 @@ from solver_plugins.dropblock.schemes import (
     make_scheme,
 )
 from solver_plugins.dropblock.support_norm import (
-    k_support_dual_norm_sq,
     k_support_norm_sq,
     prox_k_support_norm_sq,
-    spectral_k_support_norm_sq,
 )
 from solver_plugins.dropblock.theory import (
     characteristic_matrix,
@@ -77,14 +75,12 @@ __all__ = [
     "find_classifier",
     "global_minimum",
     "inspect_dropout",
-    "k_support_dual_norm_sq",
     "k_support_norm_sq",
     "make_scheme",
     "omega",
     "prox_k_support_norm_sq",
     "revert_dropout",
     "seed_retain_probability",
-    "spectral_k_support_norm_sq",
     "structured_dropout",
     "theta_bar_of",
     "theta_of_width",

@@ -35,19 +35,6 @@ def k_support_norm_sq(x: Tensor, k: int) -> Tensor:
     return value.to(x.dtype)
 
 
-def spectral_k_support_norm_sq(matrix: Tensor, k: int) -> Tensor:
-    """Returns the squared k-support norm of the singular values of matrices ``(..., m, n)``."""
-    if matrix.ndim < 2:
-        raise ShapeError(f"Expected matrices (..., m, n); found the shape {tuple(matrix.shape)}.")
-    return k_support_norm_sq(torch.linalg.svdvals(widened(matrix)), k).to(matrix.dtype)
-
-
-def k_support_dual_norm_sq(x: Tensor, k: int) -> Tensor:
-    """Returns the square of the dual norm: the sum of the ``k`` largest ``x_i^2`` along the last dimension."""
-    k = _check(x, k)
-    return widened(x).square().topk(k, dim=-1).values.sum(-1).to(x.dtype)
-
-
 def prox_k_support_norm_sq(a: Tensor, k: int, step: Step = 1.0) -> Tensor:
     """Returns ``argmin_x |x|_k^2 + |x - a|^2 / (2 step)`` in O(n log n), differentiable in ``a`` of shape ``(..., n)``.
 

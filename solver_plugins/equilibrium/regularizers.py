@@ -4,7 +4,6 @@ A third-party distribution adds one by an entry point of the group ``solver_plug
 """
 
 import abc
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, final
@@ -68,14 +67,6 @@ def make_regularizer(given: str | Mapping[str, Any] | FeatureRegularizer) -> Fea
     if "name" not in parameters:
         raise OptionError(f"Expected a regularizer as a name or as {{'name': ..., ...}}; found {given!r}.")
     return FEATURE_REGULARIZERS.make(parameters.pop("name"), parameters)
-
-
-def regularizer_options(regularizer: FeatureRegularizer) -> dict[str, Any]:
-    """Returns the description from which :func:`make_regularizer` makes the same regulariser."""
-    if FEATURE_REGULARIZERS.info(regularizer.name).target is not type(regularizer):
-        raise OptionError(f"{regularizer!r} is not the regularizer that is registered as {regularizer.name!r}.")
-    fields: dict[str, Any] = dataclasses.asdict(regularizer) if dataclasses.is_dataclass(regularizer) else {}
-    return {"name": regularizer.name, **fields}
 
 
 @register_regularizer

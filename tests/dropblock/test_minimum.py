@@ -14,13 +14,12 @@ from solver_plugins.dropblock import (
     deterministic_objective,
     drop_block_1d,
     global_minimum,
-    k_support_dual_norm_sq,
     k_support_norm_sq,
-    spectral_k_support_norm_sq,
     theta_bar_of,
     theta_of_width,
 )
 from solver_plugins.errors import OptionError, ShapeError
+from tests.dropblock.test_support_norm import dual_sq, spectral_sq
 
 
 def instance(seed):
@@ -80,10 +79,10 @@ def test_theorem_2_7_is_certified(chunk):
         target, A = reachable(Y, X), found.product
         G = 2 * (target - A) / found.beta
         k = min(r, *Y.shape)
-        conjugate = k_support_dual_norm_sq(torch.linalg.svdvals(G), k) / 4
-        gap = spectral_k_support_norm_sq(A, k) + conjugate - (G * A).sum()
+        conjugate = dual_sq(torch.linalg.svdvals(G), k) / 4
+        gap = spectral_sq(A, k) + conjugate - (G * A).sum()
         assert abs(gap) <= 1e-9 * (1 + G.square().sum())
-        objective = (Y - A).square().sum() + found.beta * spectral_k_support_norm_sq(A, k)
+        objective = (Y - A).square().sum() + found.beta * spectral_sq(A, k)
         assert_close(found.objective, float(objective), rtol=1e-9, atol=1e-10)
         assert 1 <= found.rho <= r and 0 <= found.lam <= min(Y.shape)
 
