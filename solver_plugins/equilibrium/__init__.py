@@ -3,14 +3,12 @@
 From "Optimization Induced Equilibrium Networks" (Xie et al., 2021).
 """
 
-from solver_plugins.equilibrium.activations import allowed_activation, antiderivative
 from solver_plugins.equilibrium.constructions import deep_opteq_of, universal_weights
 from solver_plugins.equilibrium.deep import DeepOptEq, Equilibrium, project_weights
 from solver_plugins.equilibrium.errors import DivergenceError, HeadError
 from solver_plugins.equilibrium.head import HeadConfig, OptEqHead
 from solver_plugins.equilibrium.layer import OptEqLayer
-from solver_plugins.equilibrium.objectives import objective, potential
-from solver_plugins.equilibrium.problem import Unit
+from solver_plugins.equilibrium.objectives import objective
 from solver_plugins.equilibrium.regularizers import (
     FEATURE_REGULARIZERS,
     FeatureRegularizer,
@@ -41,15 +39,11 @@ __all__ = [
     "HeadError",
     "OptEqHead",
     "OptEqLayer",
-    "Unit",
-    "allowed_activation",
-    "antiderivative",
     "deep_opteq_of",
     "list_equilibrium_solvers",
     "list_regularizers",
     "make_regularizer",
     "objective",
-    "potential",
     "project_weights",
     "register_equilibrium_solver",
     "register_regularizer",

@@ -7,54 +7,28 @@ from solver_plugins.surgery.errors import ConversionError, DefaultsWarning, Reco
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.merge import merge_model
-from solver_plugins.surgery.parts import (
-    PATTERNS,
-    ActivationPart,
-    Block,
-    DropoutPart,
-    NormPart,
-    Pattern,
-    Samples,
-    SkipPart,
-    Surroundings,
-)
-from solver_plugins.surgery.plan import Plan, plan_conversion
-from solver_plugins.surgery.record import Argument, Call, Record, Ref, Value, record
+from solver_plugins.surgery.parts import Block
+from solver_plugins.surgery.plan import plan_conversion
+from solver_plugins.surgery.record import record
 from solver_plugins.surgery.report import LayerRow, Report, inspect_model
-from solver_plugins.surgery.select import Chosen, Selection, select
+from solver_plugins.surgery.select import select
 from solver_plugins.surgery.spec import ConversionSpec
 from solver_plugins.surgery.status import BlockStatus, SolverReport, solver_report
 
 __all__ = [
-    "PATTERNS",
-    "ActivationPart",
-    "Argument",
     "Block",
     "BlockRecord",
     "BlockStatus",
-    "Call",
-    "Chosen",
     "Conversion",
     "ConversionError",
     "ConversionSpec",
     "DefaultsWarning",
-    "DropoutPart",
     "Inputs",
     "LayerRow",
-    "NormPart",
-    "Pattern",
-    "Plan",
-    "Record",
     "RecordError",
-    "Ref",
     "Report",
-    "Samples",
-    "Selection",
-    "SkipPart",
     "SolverReport",
-    "Surroundings",
     "TargetError",
-    "Value",
     "apply_conversion",
     "conversion_of",
     "convert_model",

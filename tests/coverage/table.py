@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from solver_plugins.surgery import PATTERNS
+from solver_plugins.surgery.parts import PATTERNS
 from tests.coverage.result import CHECKS, ITERS, TOLERANCE
 
 Result = Mapping[str, Any]

@@ -7,15 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from solver_plugins.equilibrium import (
-    OptEqLayer,
-    allowed_activation,
-    antiderivative,
-    deep_opteq_of,
-    objective,
-    potential,
-    universal_weights,
-)
+from solver_plugins.equilibrium import OptEqLayer, deep_opteq_of, objective, universal_weights
+from solver_plugins.equilibrium.activations import allowed_activation, antiderivative
+from solver_plugins.equilibrium.objectives import potential
 from solver_plugins.errors import NotProximalError, OptionError
 from solver_plugins.prox import PRIORS
 from tests.equilibrium.envelopes import block_objective, envelope, preimage

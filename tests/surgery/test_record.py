@@ -14,7 +14,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from solver_plugins.surgery import Inputs, Record, RecordError, Ref, example_inputs_for, record
+from solver_plugins.surgery import Inputs, RecordError, example_inputs_for, record
+from solver_plugins.surgery.calls import Ref
+from solver_plugins.surgery.record import Record
 from tests.surgery.models import CHECKPOINTING, MODELS
 from tests.surgery.small import Model
 

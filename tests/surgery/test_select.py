@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError, UnknownNameError
-from solver_plugins.surgery import Block, ConversionSpec, Selection, TargetError, match, record, select
+from solver_plugins.surgery import Block, ConversionSpec, TargetError, match, record, select
+from solver_plugins.surgery.select import Selection
 from tests.surgery.models import MODELS
 
 
