@@ -21,7 +21,7 @@ def test_table(capsys):
     code, out, err = run(capsys, *SMALL, "--pattern", "all", "--no-lipschitz", "--iters", "3")
     assert code == 0 and not err
     assert "layers become proxgd, iters=3" in out and "linear-norm-skip-act" in out
-    assert "use --calibrate or --blend" in " ".join(out.split())
+    assert "use --gate channel, --calibrate or --blend" in " ".join(out.split())
     assert max(len(line) for line in out.splitlines()) <= 100
 
 

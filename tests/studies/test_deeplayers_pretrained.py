@@ -98,7 +98,10 @@ def test_arms_of_a_seed_begin_with_the_same_weights():
         model, _ = begun(table, arm)
         assert list(blocks(model)) == LAYERS
         state = model.state_dict()
-        assert state.keys() == plain.keys() and all(torch.equal(state[key], plain[key]) for key in plain)
+        assert all(torch.equal(state[key], plain[key]) for key in plain)
+        gates = gates_of(model)
+        assert bool(gates) == (arm == "gate") and state.keys() - plain.keys() == set(gates)
+        assert not any(state[name].any() for name in gates)
     assert not torch.equal(begun(table, "plain", 1)[0].get_classifier().weight, plain["fc.weight"])
 
 
