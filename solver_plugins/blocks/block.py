@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,13 @@ from torch.nn.utils import parametrize
 
 from solver_plugins.blocks.dropout import mark_as_drawn, undropped
 from solver_plugins.blocks.fold import diagonal_of, reference_diagonal, uses_batch
-from solver_plugins.blocks.gate import GATE, Gated
-from solver_plugins.blocks.link import Handed, Link, hand_over
-from solver_plugins.blocks.outlet import folded_norm, repair_ends
-from solver_plugins.blocks.scale import SCALE_BUFFERS
-from solver_plugins.blocks.segment import current_segments
-from solver_plugins.blocks.shell import hides_forward, made_class, take_off
+from solver_plugins.blocks.gate import GATE, SCALE_BUFFERS, Gated
+from solver_plugins.blocks.link import Handed, Link
+from solver_plugins.blocks.outlet import current_segments, folded_norm, hand_over, repair_ends
+from solver_plugins.blocks.shell import hides_forward, made_class, refuse_tracing, take_off
 from solver_plugins.blocks.stepsize import STEP_BUFFERS
 from solver_plugins.errors import OptionError, SolverPluginsError, UnsupportedLayerError
 from solver_plugins.operators import (
-    Geometry,
     LinearOperator,
     at_rest,
     autocast_off,
@@ -27,7 +24,8 @@ from solver_plugins.operators import (
     read_layer,
     reader_for,
 )
-from solver_plugins.prox import Prior, prox_for
+from solver_plugins.prox import prox_for
+from solver_plugins.registry import DEFAULT_SOLVER
 from solver_plugins.solve import (
     Activation,
     Collapsed,
@@ -77,12 +75,8 @@ class SolverBlock(Gated):
         routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
     """
 
-    kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
-
     weight: Tensor
     bias: Any
-    solver: Solver
-    prior: Prior
     link: Link | None
     output: OutputKind
     residual: Tensor
@@ -120,7 +114,7 @@ class SolverBlock(Gated):
         cls,
         layer: nn.Module,
         activation: Activation = None,
-        solver: str | Solver = "proxsg",
+        solver: str | Solver = DEFAULT_SOLVER,
         iters: int | None = None,
         *,
         output: OutputKind = "argument",
@@ -167,7 +161,8 @@ class SolverBlock(Gated):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the solve's result (see the class's docstring)."""
-        self.refuse_tracing(input)
+        if torch._C._get_tracing_state() is not None or not isinstance(input, Tensor):
+            refuse_tracing(input)
         if self.routed and self.training and self.solver.samples == "inputs":
             input = undropped(input)
         if self.link is not None:
@@ -275,15 +270,6 @@ class SolverBlock(Gated):
             generator=generator,
             diagnose=diagnose,
         )
-
-    def _kernel(self) -> Tensor:
-        return type(self).kernel_reader(self)[0]
-
-    def _needs_constant(self) -> bool:
-        return self.solver.needs_constant
-
-    def _reference(self) -> Tensor | None:
-        return self._buffers.get("diagonal_reference")
 
     def _new_reference(self, kernel: Tensor) -> dict[str, Tensor]:
         norm = None if self.link is None else folded_norm(self.link)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.refusals import Refusing
+from solver_plugins.blocks.shell import Refusing
 from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning, WeightError, warn
 from solver_plugins.operators import (
     Geometry,
@@ -29,7 +29,7 @@ from solver_plugins.operators import (
     rescaled_bound,
     start_vectors,
 )
-from solver_plugins.solve import working_dtype
+from solver_plugins.solve import Solver, working_dtype
 
 WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""
@@ -65,22 +65,21 @@ class TrackedStep(Refusing):
     followed: Tensor
     geometry: Geometry
 
+    kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
+    solver: Solver
+
     def _kernel(self) -> Tensor:
         """Returns the layer's weight as a kernel ``[n2, n1/groups, *k]``."""
-        raise TypeError(f"{type(self).__name__} does not say how its kernel is read.")
+        return type(self).kernel_reader(self)[0]
 
     def _kernel_at_rest(self) -> Tensor:
         """Returns the weight outside of a forward pass, where looking must change nothing."""
         with at_rest(self):
             return self._kernel()
 
-    def _needs_constant(self) -> bool:
-        """Whether anything that is computed depends on the constant."""
-        return True
-
     def _reference(self) -> Tensor | None:
         """Returns the diagonal that ``L`` belongs to, where a norm is folded into the map; see ``rescaled_bound``."""
-        return None
+        return self._buffers.get("diagonal_reference")
 
     def _new_reference(self, kernel: Tensor) -> dict[str, Tensor]:
         """Returns the diagonal that a new certificate is made for, under the name of its buffer."""
@@ -256,7 +255,7 @@ class TrackedStep(Refusing):
         try:
             self.refresh_step()
         except WeightError:
-            if self._needs_constant():
+            if self.solver.needs_constant:
                 raise
 
     @torch.no_grad()

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from solver_plugins.blocks import SolverBlock
-from solver_plugins.blocks.refusals import is_quantized
-from solver_plugins.blocks.shell import hides_forward
+from solver_plugins.blocks.shell import hides_forward, is_quantized
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators import reader_for
 from solver_plugins.surgery.errors import option
