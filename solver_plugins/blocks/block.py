@@ -178,14 +178,10 @@ class SolverBlock(Gated):
         return hand_over(output, Handed(link, self, input, kernel, segments=current_segments()))
 
     def solve_behind(self, handed: Handed, argument: Tensor) -> Tensor:
-        """Returns the solver's argument in place of the plain one, behind a norm or a skip.
+        """Returns the solver's argument in place of the plain one (``argument``), behind a norm or a skip.
 
         A norm over the batch scales the rows of ``A`` by ``d = gamma / sqrt(var + eps)``: batch statistics in training,
         running ones in evaluation. ``L`` is certified for a reference diagonal and followed to that of the batch.
-
-        Args:
-            handed: What the layer handed over.
-            argument: What the activation would get.
         """
         u, kernel = handed.input, handed.kernel
         assert u is not None and kernel is not None
@@ -215,12 +211,7 @@ class SolverBlock(Gated):
     def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
         """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.
 
-        Args:
-            input: The layer's input.
-            generator: Source of a sampling solver's draws; the global one by default.
-
-        Raises:
-            OptionError: If the block solves behind a norm or a skip, which only a pass of the model knows.
+        A block behind a norm or a skip raises OptionError: only a pass of the model knows its problem.
         """
         if self.link is not None:
             raise OptionError(
@@ -321,11 +312,7 @@ def _installed(made: type[SolverBlock]) -> type[SolverBlock]:
 
 
 def shell_for(layer: nn.Module, kind: type[SolverBlock] = SolverBlock) -> type[SolverBlock]:
-    """Returns the class that turns a layer into a block of this kind, after all checks that need only the layer.
-
-    Raises:
-        UnsupportedLayerError: If the layer cannot become one.
-    """
+    """Returns the class that turns a layer into a block of this kind; UnsupportedLayerError if it cannot become one."""
     if not isinstance(layer, nn.Module):
         raise UnsupportedLayerError(f"Expected a layer (a torch.nn.Module); found {type(layer).__name__}.")
     if isinstance(layer, SolverBlock):
@@ -362,10 +349,9 @@ def shell_for(layer: nn.Module, kind: type[SolverBlock] = SolverBlock) -> type[S
 
 
 def become_block(layer: nn.Module, activation: Activation, solver: Solver, link: Link | None) -> SolverBlock:
-    """Turns a layer into a block where it stands: the object stays, only its class changes, so every reference holds.
+    """Turns a layer into a block where it stands: only its class changes, so every reference holds.
 
-    Raises:
-        SolverPluginsError: If it cannot be one; the layer is as it was then.
+    After an error the layer is as it was.
     """
     layer.__class__ = _installed(shell_for(layer))
     block: SolverBlock = layer  # type: ignore[assignment]

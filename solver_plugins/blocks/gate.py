@@ -11,7 +11,6 @@ that trains it, and of its value in every pass, with a gradient that passes wher
 
 import numbers
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -192,13 +191,8 @@ def _project_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
 
 def gates_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the gates of a converted model by the names of their Parameters; none for a model without gates."""
-    return dict(_named_gates(model))
-
-
-def _named_gates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Gated) and module.gate is not None:
-            yield f"{name}.{GATE}" if name else GATE, module.gate
+    blocks = ((name, module.gate) for name, module in model.named_modules() if isinstance(module, Gated))
+    return {f"{name}.{GATE}" if name else GATE: gate for name, gate in blocks if gate is not None}
 
 
 def param_groups(

@@ -19,22 +19,14 @@ from solver_plugins.solve import Activation, Solver
 
 
 def blocks_of(model: nn.Module) -> dict[str, SolverBlock]:
-    """Returns the solver blocks of a model by name ("" for a block itself).
-
-    Raises:
-        OptionError: If it is not a module.
-    """
+    """Returns the solver blocks of a model by name ("" for a block itself)."""
     if not isinstance(model, nn.Module):
         raise OptionError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     return {name: module for name, module in model.named_modules() if isinstance(module, SolverBlock)}
 
 
 def require_blocks(model: nn.Module) -> dict[str, SolverBlock]:
-    """Returns the solver blocks of a model.
-
-    Raises:
-        OptionError: If there is none.
-    """
+    """Returns the solver blocks of a model; OptionError if there is none."""
     blocks = blocks_of(model)
     if not blocks:
         raise OptionError(
@@ -46,11 +38,7 @@ def require_blocks(model: nn.Module) -> dict[str, SolverBlock]:
 def link_between(
     modules: dict[str, nn.Module], layer: str, outlet: str, role: Role, norm: str | None, scope: str
 ) -> Link:
-    """Returns the link from a layer to the module in which its solver will run, all by their names in a model.
-
-    Raises:
-        UnsupportedLayerError: If a module on the way cannot take its part.
-    """
+    """Returns the link from a layer to the module in which its solver will run, all by their names in a model."""
     norms = [norm] if role == "activation" else [outlet]
     for name in norms:
         check_foldable(None if name is None else modules[name])
@@ -74,8 +62,7 @@ def _place(name: str, modules: dict[str, nn.Module]) -> Place:
 def install_block(layer: nn.Module, activation: Activation, solver: Solver, link: Link | None = None) -> SolverBlock:
     """Turns a layer into a block where it stands, and opens the way to where its solver runs.
 
-    Raises:
-        SolverPluginsError: If it cannot be one. The layer is as it was then; :func:`restore` closes its way.
+    After an error the layer is as it was; :func:`restore` closes its way.
     """
     if link is not None:
         open_ends(link)
@@ -86,10 +73,8 @@ def install_block(layer: nn.Module, activation: Activation, solver: Solver, link
 def restore(model: nn.Module, chosen: Container[SolverBlock] | None = None) -> bool:
     """Makes every module of a model plain again; returns whether there was a solver.
 
-    Args:
-        model: The model.
-        chosen: Only these blocks become layers again, with what serves them alone. Dropouts stay replaced as long as
-            another block samples.
+    With ``chosen`` only these blocks become layers, with what serves them alone; dropouts stay replaced as long as
+    another block samples.
     """
     blocks = [block for block in model.modules() if isinstance(block, SolverBlock)]
     left = [block for block in blocks if chosen is not None and block not in chosen]

@@ -35,11 +35,8 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "iadd"})
-SAME_NUMBERS = frozenset(
-    {"to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", "alias", "positive"}
-    | {"view_as"}
-)
+SUMS = words("add add_ __add__ __radd__ __iadd__ iadd")
+SAME_NUMBERS = words("to type type_as float double half bfloat16 clone contiguous alias positive view_as")
 LINEAR = words(
     "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmm_ baddbmm addbmm einsum tensordot conv1d "
     "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _conv_forward "
@@ -104,6 +101,7 @@ class Link:
         return self.role == "activation" or not direct
 
 
+@dataclass(eq=False, slots=True)
 class Handed:
     """What a mark says: who computed this tensor, from what.
 
@@ -118,21 +116,14 @@ class Handed:
         broken: The operation that has changed the tensor since; empty for none.
     """
 
-    __slots__ = ("block", "broken", "input", "kernel", "link", "norm", "normed", "segments")
-
-    def __init__(
-        self,
-        link: Any,
-        block: Any = None,
-        input: Tensor | None = None,
-        kernel: Tensor | None = None,
-        norm: nn.Module | None = None,
-        normed: Tensor | None = None,
-        segments: tuple[Any, ...] = (),
-        broken: str = "",
-    ):
-        self.link, self.block, self.input, self.kernel = link, block, input, kernel
-        self.norm, self.normed, self.segments, self.broken = norm, normed, segments, broken
+    link: Any
+    block: Any = None
+    input: Tensor | None = None
+    kernel: Tensor | None = None
+    norm: nn.Module | None = None
+    normed: Tensor | None = None
+    segments: tuple[Any, ...] = ()
+    broken: str = ""
 
     def past(self, norm: nn.Module, normed: Tensor) -> "Handed":
         """Returns the mark behind a norm."""

@@ -92,11 +92,7 @@ class Outlet(Shell):
         return None
 
     def _recovered(self, input: Tensor) -> Handed | None:
-        """Returns what a tensor without a mark is; None where it may be another layer's.
-
-        Raises:
-            SolverPluginsError: If neither is known.
-        """
+        """Returns what a tensor without a mark is; None where it may be another layer's. Raises if neither is known."""
         compiling, after_sum = torch.compiler.is_compiling(), self.role == "activation"
         if compiling and after_sum:
             return None
@@ -181,11 +177,7 @@ def _end_at(place: Place, link: Link) -> Outlet | None:
 
 
 def folded_norm(link: Link) -> nn.Module | None:
-    """Returns the norm that is folded into the linear map.
-
-    Raises:
-        UnsupportedLayerError: If there is another module in its place now.
-    """
+    """Returns the norm that is folded into the linear map; UnsupportedLayerError if another module is there now."""
     place = link.norm if link.role == "activation" else link.outlet
     if place is None:
         return None
@@ -209,11 +201,7 @@ def open_ends(link: Link) -> None:
 
 
 def repair_ends(link: Link, prior: Prior) -> None:
-    """Opens the ends of a link again where a module was replaced after the conversion.
-
-    Raises:
-        UnsupportedLayerError: If what stands there now is not of the kind that was converted.
-    """
+    """Opens the ends of a link again where a module of the converted kind was put in after the conversion."""
     outlet, norm = _end_at(link.outlet, link), None if link.norm is None else _end_at(link.norm, link)
     if outlet is not None and (link.norm is None or norm is not None):
         return
@@ -342,12 +330,9 @@ def _again() -> Iterator[None]:
 
 
 def hand_over(tensor: Tensor, handed: Handed, before: Handed | None = None) -> Tensor:
-    """Marks what a layer hands to the norm or activation in which its solver runs, and waits for its arrival.
+    """Marks what a layer hands to where its solver runs, and waits for its arrival.
 
-    Args:
-        tensor: What is handed over.
-        handed: What its mark says.
-        before: For a norm on the way: what was handed to it.
+    ``before`` is what was handed to a norm on the way.
     """
     link = handed.link
     if not torch.compiler.is_compiling():
@@ -375,8 +360,7 @@ def arrived(handed: Handed) -> None:
 def recovered(link: Link, tensor: Tensor) -> Handed | None:
     """Returns what a tensor without a mark is known to be by its graph of gradients: a sum with what was handed over.
 
-    Raises:
-        LookupError: If the tensor may come from what was handed over in another way.
+    LookupError if the tensor may come from what was handed over in another way.
     """
     calls = [(one, node.grad_fn if isinstance(node, Tensor) else node) for one, node in THREAD.waiting.get(link, [])]
     summed = _reached(tensor, calls, sums_only=True)

@@ -41,11 +41,8 @@ _START = "_image_at_conversion"
 def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[str, Prior] | None = None) -> nn.Module:
     """Converts a plain model in place as a conversion says, and returns it; its weights are its own.
 
-    ``priors`` are those that the conversion has no name for, by the name of the layer.
-
-    Raises:
-        ConversionError: If the model lacks a module that the conversion names, or is converted or wrapped already, or a
-            prior is missing. The model is as it was then, as after every other error.
+    ``priors`` are those that the conversion has no name for, by the name of the layer. After an error (a missing module
+    or prior, a model that is converted or wrapped already) the model is as it was.
     """
     refuse_wrapped(model)
     refuse_quantized(model)
@@ -98,8 +95,7 @@ def _install(block: BlockRecord, modules: dict[str, nn.Module], prior: Prior | N
 def conversion_of(model: nn.Module) -> Conversion:
     """Writes down what was done to a converted model.
 
-    Raises:
-        ConversionError: If it is not converted, or a prior is a function of the user's, which has no name.
+    ConversionError if it is not converted, or a prior is a function of the user's, which has no name.
     """
     blocks = blocks_of(model)
     if not blocks:

@@ -38,13 +38,7 @@ class Plan:
 
 
 def plan_conversion(model: nn.Module, spec: ConversionSpec, example_inputs: Any = None) -> Plan:
-    """Walks a model, which is left as it is, and decides what :func:`convert_model` would do.
-
-    Raises:
-        ConversionError: If the model is wrapped, quantised or converted already.
-        TargetError: If a target converts nothing.
-        RecordError: If the forward pass cannot be recorded.
-    """
+    """Walks a model, which is left as it is, and decides what :func:`convert_model` would do; raises as that does."""
     refuse_wrapped(model)
     refuse_quantized(model)
     recorded = record(model, example_inputs)
