@@ -112,7 +112,7 @@ class Handed:
         kernel: The block's weight.
         norm: The norm that the tensor has passed.
         normed: What that norm was given.
-        segments: The checkpointed segments that the block ran in; see :mod:`solver_plugins.blocks.segment`.
+        segments: The checkpointed segments that the block ran in; see :mod:`solver_plugins.blocks.outlet`.
         broken: The operation that has changed the tensor since; empty for none.
     """
 

@@ -27,7 +27,6 @@ from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, rec
 from solver_plugins.surgery.errors import ConversionError, naming
 from solver_plugins.surgery.model_config import enter_into_config, refuse_quantized, remove_from_config
 from solver_plugins.surgery.rates import give_back, take_over, taken_over
-from solver_plugins.surgery.refusals import refuse_wrapped
 from solver_plugins.surgery.untouched import left_as_it_was
 from solver_plugins.surgery.watch import run_batch
 from solver_plugins.wrappers import FSDP2, wrapper_of
@@ -180,6 +179,19 @@ def revert_model(model: nn.Module, batch: Any = None) -> nn.Module:
     if lost:
         _warn_of_change(lost, None if before is None else difference(before, evaluated(model, batch)))
     return model
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises ConversionError for a model in which a solver would never run, or that has one already."""
+    converted = blocks_of(model)
+    for name, module in model.named_modules():
+        if name in converted:
+            raise ConversionError(f"{name or 'The model'} is converted already; call revert_model(model) first.")
+        wrapper = wrapper_of(module)
+        if wrapper is not None:
+            raise ConversionError(wrapper.refusal("convert", name))
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+        raise ConversionError("Expected initialised weights; found lazy layers. Run one forward pass first.")
 
 
 def refuse_sharded(model: nn.Module, verb: str) -> None:
