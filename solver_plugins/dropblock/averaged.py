@@ -13,9 +13,6 @@ def averaged_dropout(
 
     A layer behind it has the noise of dropout at the rate ``q/(1 + q)``, ``q = p / (masks (1 - p))``: 0.25 for three
     masks at 0.5. It is the control of a sampling solver, which averages over its iterations, too.
-
-    Raises:
-        OptionError: If ``p`` is not in [0, 1), or there is no mask.
     """
     if not 0 <= p < 1 or masks < 1:
         raise OptionError(f"Expected a rate p in [0, 1) and at least one mask; found p={p}, masks={masks}.")

@@ -13,13 +13,10 @@ _NAMES = ("classifier", "score", "fc", "head", "heads", "qa_outputs")
 
 
 def find_classifier(model: nn.Module, given: str | nn.Module | None = None) -> tuple[str, nn.Linear]:
-    """Returns the name of a model's last linear layer and the layer.
+    """Returns the name of a model's last linear layer and the layer; ClassifierError if it is not found.
 
     It knows classifiers of timm, transformers and torchvision, and any model with ``get_classifier()`` or an attribute
     ``classifier``, ``score``, ``fc`` or ``head``; for others, ``given`` is the layer or its name.
-
-    Raises:
-        ClassifierError: If there is no last layer, more than one, or it is not linear.
     """
     while wrapper_of(model) in (DDP, DATA_PARALLEL):
         model = model.module  # type: ignore[assignment]
