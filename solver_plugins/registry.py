@@ -68,9 +68,9 @@ class Registry(Generic[T]):
     def register(self, name: str, target: T, *, description: str | None = None, tags: Iterable[str] = ()) -> T:
         """Adds ``target`` under ``name``, and returns it.
 
-        The description is the first line of its docstring by default. Registering the same object again does nothing, so
-        a module may be imported twice. DuplicateNameError if the name belongs to another object, RegistrationError if this
-        one is not of the registry's kind.
+        The description is the first line of its docstring by default. Registering the same object again does nothing,
+        so a module may be imported twice. DuplicateNameError if the name belongs to another object, RegistrationError
+        if this one is not of the registry's kind.
         """
         if self._check is not None:
             self._check(name, target)
