@@ -243,7 +243,7 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> LayerRo
         tau = solver.tau(shape[_feature_dim(block)])
     with naming(block.name):
         constant, step = _constant_and_step(block, solver) if lipschitz else (None, None)
-    cost = block_cost(block, solver)
+    cost = block_cost(block, solver, plan.spec.gate)
     calls = max(1, len(block.calls))
     path, from_batch = _path(block, solver, batch)
     made = replace(
