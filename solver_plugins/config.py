@@ -67,15 +67,9 @@ class StrictConfig(pydantic.BaseModel):
 
     @classmethod
     def parse(cls, options: Mapping[str, Any], *, owner: str | None = None, context: Any = None) -> Self:
-        """Builds the config from a mapping.
+        """Builds the config from a mapping; OptionError says what was expected and found.
 
-        Args:
-            options: Field values.
-            owner: Whose options these are, for the message ("solver 'proxsg'").
-            context: What validators find as ``info.context``.
-
-        Raises:
-            OptionError: For an unknown option, or a value that does not fit; it says what was expected and found.
+        ``owner`` is whose options these are ("solver 'proxsg'"), ``context`` what validators find as ``info.context``.
         """
         owner = owner or cls.__name__
         if not isinstance(options, Mapping):

@@ -34,15 +34,7 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True)
 class Entry(Generic[T]):
-    """What a registry knows about one name.
-
-    Attributes:
-        name: The registered name.
-        target: The registered object.
-        description: One line for tables and error messages.
-        tags: Words to filter by.
-        source: The module that the target comes from.
-    """
+    """What a registry knows about one name: the object, one line about it, words to filter by, and its module."""
 
     name: str
     target: T
@@ -74,22 +66,11 @@ class Registry(Generic[T]):
         self._discovered = entry_point_group is None
 
     def register(self, name: str, target: T, *, description: str | None = None, tags: Iterable[str] = ()) -> T:
-        """Adds ``target`` under ``name``.
+        """Adds ``target`` under ``name``, and returns it.
 
-        Registering the same object again does nothing, so a module may be imported twice.
-
-        Args:
-            name: The name.
-            target: The object.
-            description: One line; by default the first line of the object's docstring.
-            tags: Words to filter by.
-
-        Returns:
-            The object.
-
-        Raises:
-            DuplicateNameError: If the name belongs to another object.
-            RegistrationError: If the name is not a string, the tags are a string, or the object is of another kind.
+        The description is the first line of its docstring by default. Registering the same object again does nothing,
+        so a module may be imported twice. DuplicateNameError if the name belongs to another object, RegistrationError
+        if this one is not of the registry's kind.
         """
         if self._check is not None:
             self._check(name, target)
@@ -122,9 +103,8 @@ class Registry(Generic[T]):
     def names(self, filter: str | Iterable[str] | None = None) -> list[str]:
         """Returns the names in alphabetical order, all of them or those that match.
 
-        Args:
-            filter: A glob on the name ("*gd"), a tag ("deterministic"), or several of these: a name is listed if any
-                of them fits. As in timm, a pattern that fits nothing gives an empty list.
+        ``filter`` is a glob on the name ("*gd"), a tag ("deterministic"), or several of these: a name is listed if any
+        of them fits. As in timm, a pattern that fits nothing gives an empty list.
         """
         self._discover()
         if filter is None:
@@ -137,11 +117,7 @@ class Registry(Generic[T]):
         )
 
     def info(self, name: str) -> Entry[T]:
-        """Returns the entry of ``name``.
-
-        Raises:
-            UnknownNameError: If there is no such name; the message lists similar names and all options.
-        """
+        """Returns the entry of ``name``; UnknownNameError lists similar names and all options."""
         self._discover()
         entry = self._entries.get(name) if isinstance(name, str) else None
         if entry is None:
@@ -155,12 +131,7 @@ class Registry(Generic[T]):
         return self.info(name).target
 
     def make(self, name: str, parameters: Mapping[str, Any]) -> Any:
-        """Builds an instance of the class registered under ``name``.
-
-        Raises:
-            UnknownNameError: If there is no such name.
-            OptionError: If a parameter is unknown or a required one is missing; the message lists the valid ones.
-        """
+        """Builds an instance of the class registered under ``name``; OptionError lists the valid parameters."""
         made: Any = self.get(name)
         # A class without fields inherits object.__init__, whose signature claims to take anything.
         own = made.__init__ is not object.__init__

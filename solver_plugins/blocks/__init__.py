@@ -10,8 +10,7 @@ from solver_plugins.blocks.install import blocks_of, guard, install_block, link_
 from solver_plugins.blocks.link import Link
 from solver_plugins.blocks.noise import effective_rate
 from solver_plugins.blocks.outlet import Outlet
-from solver_plugins.blocks.refresh import cache_gram, refresh_steps
-from solver_plugins.blocks.settings import set_blend, set_eval_mode, set_iters
+from solver_plugins.blocks.settings import cache_gram, refresh_steps, set_blend, set_eval_mode, set_iters
 
 __all__ = [
     "GATE",

@@ -2,7 +2,7 @@
 
 import contextlib
 import copy
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,13 @@ from torch.nn.utils import parametrize
 
 from solver_plugins.blocks.dropout import mark_as_drawn, undropped
 from solver_plugins.blocks.fold import diagonal_of, reference_diagonal, uses_batch
-from solver_plugins.blocks.gate import GATE, Gated
-from solver_plugins.blocks.link import Handed, Link, hand_over
-from solver_plugins.blocks.outlet import folded_norm, repair_ends
-from solver_plugins.blocks.scale import SCALE_BUFFERS
-from solver_plugins.blocks.segment import current_segments
-from solver_plugins.blocks.shell import hides_forward, made_class, take_off
+from solver_plugins.blocks.gate import GATE, SCALE_BUFFERS, Gated
+from solver_plugins.blocks.link import Handed, Link
+from solver_plugins.blocks.outlet import current_segments, folded_norm, hand_over, repair_ends
+from solver_plugins.blocks.shell import hides_forward, made_class, refuse_tracing, take_off
 from solver_plugins.blocks.stepsize import STEP_BUFFERS
 from solver_plugins.errors import OptionError, SolverPluginsError, UnsupportedLayerError
 from solver_plugins.operators import (
-    Geometry,
     LinearOperator,
     at_rest,
     autocast_off,
@@ -27,7 +24,8 @@ from solver_plugins.operators import (
     read_layer,
     reader_for,
 )
-from solver_plugins.prox import Prior, prox_for
+from solver_plugins.prox import prox_for
+from solver_plugins.registry import DEFAULT_SOLVER
 from solver_plugins.solve import (
     Activation,
     Collapsed,
@@ -77,12 +75,8 @@ class SolverBlock(Gated):
         routed: Whether the layer's dropout also serves others: it stays live, and this block undoes it on its input.
     """
 
-    kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
-
     weight: Tensor
     bias: Any
-    solver: Solver
-    prior: Prior
     link: Link | None
     output: OutputKind
     residual: Tensor
@@ -120,7 +114,7 @@ class SolverBlock(Gated):
         cls,
         layer: nn.Module,
         activation: Activation = None,
-        solver: str | Solver = "proxsg",
+        solver: str | Solver = DEFAULT_SOLVER,
         iters: int | None = None,
         *,
         output: OutputKind = "argument",
@@ -167,7 +161,8 @@ class SolverBlock(Gated):
 
     def forward(self, input: Tensor) -> Tensor:
         """Returns the solve's result (see the class's docstring)."""
-        self.refuse_tracing(input)
+        if torch._C._get_tracing_state() is not None or not isinstance(input, Tensor):
+            refuse_tracing(input)
         if self.routed and self.training and self.solver.samples == "inputs":
             input = undropped(input)
         if self.link is not None:
@@ -183,14 +178,10 @@ class SolverBlock(Gated):
         return hand_over(output, Handed(link, self, input, kernel, segments=current_segments()))
 
     def solve_behind(self, handed: Handed, argument: Tensor) -> Tensor:
-        """Returns the solver's argument in place of the plain one, behind a norm or a skip.
+        """Returns the solver's argument in place of the plain one (``argument``), behind a norm or a skip.
 
         A norm over the batch scales the rows of ``A`` by ``d = gamma / sqrt(var + eps)``: batch statistics in training,
         running ones in evaluation. ``L`` is certified for a reference diagonal and followed to that of the batch.
-
-        Args:
-            handed: What the layer handed over.
-            argument: What the activation would get.
         """
         u, kernel = handed.input, handed.kernel
         assert u is not None and kernel is not None
@@ -220,12 +211,7 @@ class SolverBlock(Gated):
     def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
         """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.
 
-        Args:
-            input: The layer's input.
-            generator: Source of a sampling solver's draws; the global one by default.
-
-        Raises:
-            OptionError: If the block solves behind a norm or a skip, which only a pass of the model knows.
+        A block behind a norm or a skip raises OptionError: only a pass of the model knows its problem.
         """
         if self.link is not None:
             raise OptionError(
@@ -275,15 +261,6 @@ class SolverBlock(Gated):
             generator=generator,
             diagnose=diagnose,
         )
-
-    def _kernel(self) -> Tensor:
-        return type(self).kernel_reader(self)[0]
-
-    def _needs_constant(self) -> bool:
-        return self.solver.needs_constant
-
-    def _reference(self) -> Tensor | None:
-        return self._buffers.get("diagonal_reference")
 
     def _new_reference(self, kernel: Tensor) -> dict[str, Tensor]:
         norm = None if self.link is None else folded_norm(self.link)
@@ -335,11 +312,7 @@ def _installed(made: type[SolverBlock]) -> type[SolverBlock]:
 
 
 def shell_for(layer: nn.Module, kind: type[SolverBlock] = SolverBlock) -> type[SolverBlock]:
-    """Returns the class that turns a layer into a block of this kind, after all checks that need only the layer.
-
-    Raises:
-        UnsupportedLayerError: If the layer cannot become one.
-    """
+    """Returns the class that turns a layer into a block of this kind; UnsupportedLayerError if it cannot become one."""
     if not isinstance(layer, nn.Module):
         raise UnsupportedLayerError(f"Expected a layer (a torch.nn.Module); found {type(layer).__name__}.")
     if isinstance(layer, SolverBlock):
@@ -376,10 +349,9 @@ def shell_for(layer: nn.Module, kind: type[SolverBlock] = SolverBlock) -> type[S
 
 
 def become_block(layer: nn.Module, activation: Activation, solver: Solver, link: Link | None) -> SolverBlock:
-    """Turns a layer into a block where it stands: the object stays, only its class changes, so every reference holds.
+    """Turns a layer into a block where it stands: only its class changes, so every reference holds.
 
-    Raises:
-        SolverPluginsError: If it cannot be one; the layer is as it was then.
+    After an error the layer is as it was.
     """
     layer.__class__ = _installed(shell_for(layer))
     block: SolverBlock = layer  # type: ignore[assignment]

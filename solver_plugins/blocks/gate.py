@@ -1,4 +1,6 @@
-"""Gates: trained numbers in [0, 1] between a layer and its solver, one per output channel or one for all.
+"""The scale of a block: gains, shifts, a blend with the plain layer, and gates.
+
+Gates are trained numbers in [0, 1] between a layer and its solver, one per output channel or one for all.
 
 At zero a block is the plain layer to the bit, at one the solver; :class:`~solver_plugins.solve.Scale` says what lies in
 between. A gate is a Parameter of its layer, so that optimizers, checkpoints, DDP, FSDP2 and averages of the weights
@@ -7,25 +9,33 @@ that trains it, and of its value in every pass, with a gradient that passes wher
 ``clamp`` is zero at zero, so that a gate which starts there would never move.)
 """
 
+import numbers
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from solver_plugins.blocks.scale import Scaled
+from solver_plugins.blocks.stepsize import TrackedStep
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import Prior
-from solver_plugins.solve import GateKind, Scale, check_gate
+from solver_plugins.solve import GateKind, Observer, Scale, Solver, check_gate
 
 GATE = "solver_gate"
 """The name of the Parameter on its layer."""
 
+SCALE_BUFFERS = ("channel_gain", "channel_shift", "blend")
 _LIVING: "weakref.WeakSet[Gated]" = weakref.WeakSet()
 """All blocks with a gate; where Parameters are replaced (FSDP2), their blocks stay."""
 _HOOKS: list[Any] = []
+
+
+def check_blend(blend: Any) -> None:
+    """Raises OptionError for a blend that is not a number in [0, 1]."""
+    number = isinstance(blend, numbers.Real) and not isinstance(blend, bool)
+    if not number or not 0 <= blend <= 1:
+        raise OptionError(f"Expected a blend in [0, 1]; found {blend!r}.")
 
 
 class _Projected(torch.autograd.Function):
@@ -53,11 +63,54 @@ class _Projected(torch.autograd.Function):
         return grad.masked_fill(outwards, 0.0)
 
 
-class Gated(Scaled):
-    """Mixin that owns the gate of a block: ``gate_kind`` is "channel" or "scalar", or None where there is no gate."""
+class Gated(TrackedStep):
+    """Mixin that owns the scale of a block, and its gate.
 
+    Attributes:
+        channel_gain: One factor per output feature on the solver's argument, from :func:`solver_plugins.calibrate`;
+            None for ones.
+        channel_shift: What is added to that, one number per output feature; None for zeros.
+        blend: ``a`` in ``(1 - a) v_1 + a v_K``, between the first iterate and the last; None for one.
+        observer: Looks at solves while a model is calibrated.
+        gate_kind: "channel" or "scalar"; None where there is no gate.
+    """
+
+    channel_gain: Tensor | None
+    channel_shift: Tensor | None
+    blend: Tensor | None
+    observer: Observer | None
     gate_kind: GateKind | None
+    solver: Solver
     prior: Prior
+
+    @property
+    def computes_its_layer(self) -> bool:
+        """Whether evaluation computes just what the plain layer does: after one iteration, or closed."""
+        config, gate = self.solver.config, self.gate
+        if config.formulation != "normalized" or self.solver.samples_in_evaluation:
+            return False
+        if self.blend is not None and not self.blend.is_meta and float(self.blend) == 0:
+            return True
+        closed = gate is not None and not gate.is_meta and not bool(gate.any())
+        return self.channel_gain is None and self.channel_shift is None and (config.iters == 1 or closed)
+
+    def set_scale(self, gain: Tensor | None, shift: Tensor | None = None) -> None:
+        """Sets factors on the solver's argument and what is added to it; None for ones, and for zeros."""
+        count = self._kernel_at_rest().shape[0]
+        for name, row in (("gains", gain), ("shifts", shift)):
+            if row is not None and (row.shape != (count,) or not bool(torch.isfinite(row).all())):
+                raise OptionError(f"Expected {count} finite {name}, one per output feature; found {tuple(row.shape)}.")
+        self.channel_gain = None if gain is None else gain.detach().to(self.L)
+        self.channel_shift = None if shift is None else shift.detach().to(self.L)
+
+    def set_blend(self, blend: float) -> None:
+        """Sets how much of the solver there is: 0 is the original layer, 1 the solver."""
+        check_blend(blend)
+        if self.blend is not None and not self.blend.is_meta:
+            # In place: a compiled graph holds this buffer, and a schedule may change it at every step.
+            self.blend.fill_(blend)
+        else:
+            self.blend = None if blend == 1 else torch.full_like(self.L, blend)
 
     def set_gate(self, kind: GateKind | None, values: Tensor | None = None) -> None:
         """Gives the block a gate, closed unless its numbers are given, or takes its gate away.
@@ -81,11 +134,6 @@ class Gated(Scaled):
     def gate(self) -> nn.Parameter | None:
         """The Parameter; None where there is no gate."""
         return self._parameters.get(GATE)
-
-    @property
-    def _is_closed(self) -> bool:
-        gate = self.gate
-        return gate is not None and not gate.is_meta and not bool(gate.any())
 
     def _scale(self) -> Scale:
         # One iteration has none; a calibration looks at it.
@@ -143,13 +191,8 @@ def _project_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
 
 def gates_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns the gates of a converted model by the names of their Parameters; none for a model without gates."""
-    return dict(_named_gates(model))
-
-
-def _named_gates(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, module in model.named_modules():
-        if isinstance(module, Gated) and module.gate is not None:
-            yield f"{name}.{GATE}" if name else GATE, module.gate
+    blocks = ((name, module.gate) for name, module in model.named_modules() if isinstance(module, Gated))
+    return {f"{name}.{GATE}" if name else GATE: gate for name, gate in blocks if gate is not None}
 
 
 def param_groups(

@@ -1,5 +1,7 @@
 """Blocks in a model: which there are, how they are put in and taken out, and whether all are still there."""
 
+import functools
+import threading
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -12,28 +14,19 @@ from solver_plugins.blocks.fold import check_foldable
 from solver_plugins.blocks.link import Link, Place, Role, Scope, open_scope
 from solver_plugins.blocks.outlet import Outlet, close, open_ends
 from solver_plugins.blocks.shell import hides_forward, take_off
-from solver_plugins.blocks.witness import unwatch, watch
 from solver_plugins.errors import OptionError, SolverPluginsError, UnsupportedLayerError
 from solver_plugins.solve import Activation, Solver
 
 
 def blocks_of(model: nn.Module) -> dict[str, SolverBlock]:
-    """Returns the solver blocks of a model by name ("" for a block itself).
-
-    Raises:
-        OptionError: If it is not a module.
-    """
+    """Returns the solver blocks of a model by name ("" for a block itself)."""
     if not isinstance(model, nn.Module):
         raise OptionError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     return {name: module for name, module in model.named_modules() if isinstance(module, SolverBlock)}
 
 
 def require_blocks(model: nn.Module) -> dict[str, SolverBlock]:
-    """Returns the solver blocks of a model.
-
-    Raises:
-        OptionError: If there is none.
-    """
+    """Returns the solver blocks of a model; OptionError if there is none."""
     blocks = blocks_of(model)
     if not blocks:
         raise OptionError(
@@ -45,11 +38,7 @@ def require_blocks(model: nn.Module) -> dict[str, SolverBlock]:
 def link_between(
     modules: dict[str, nn.Module], layer: str, outlet: str, role: Role, norm: str | None, scope: str
 ) -> Link:
-    """Returns the link from a layer to the module in which its solver will run, all by their names in a model.
-
-    Raises:
-        UnsupportedLayerError: If a module on the way cannot take its part.
-    """
+    """Returns the link from a layer to the module in which its solver will run, all by their names in a model."""
     norms = [norm] if role == "activation" else [outlet]
     for name in norms:
         check_foldable(None if name is None else modules[name])
@@ -73,8 +62,7 @@ def _place(name: str, modules: dict[str, nn.Module]) -> Place:
 def install_block(layer: nn.Module, activation: Activation, solver: Solver, link: Link | None = None) -> SolverBlock:
     """Turns a layer into a block where it stands, and opens the way to where its solver runs.
 
-    Raises:
-        SolverPluginsError: If it cannot be one. The layer is as it was then; :func:`restore` closes its way.
+    After an error the layer is as it was; :func:`restore` closes its way.
     """
     if link is not None:
         open_ends(link)
@@ -85,10 +73,8 @@ def install_block(layer: nn.Module, activation: Activation, solver: Solver, link
 def restore(model: nn.Module, chosen: Container[SolverBlock] | None = None) -> bool:
     """Makes every module of a model plain again; returns whether there was a solver.
 
-    Args:
-        model: The model.
-        chosen: Only these blocks become layers again, with what serves them alone. Dropouts stay replaced as long as
-            another block samples.
+    With ``chosen`` only these blocks become layers, with what serves them alone; dropouts stay replaced as long as
+    another block samples.
     """
     blocks = [block for block in model.modules() if isinstance(block, SolverBlock)]
     left = [block for block in blocks if chosen is not None and block not in chosen]
@@ -190,3 +176,61 @@ def _steps_to(model: nn.Module, blocks: Iterable[nn.Module]) -> list[tuple[nn.Mo
 def guard(model: nn.Module) -> None:
     """Has a converted model look after its layers; see :class:`Guard`."""
     model.register_forward_pre_hook(Guard(model))
+
+
+_CALLED = "called_in"
+"""A block's own note of the threads in which it has run since what stands around it was called."""
+
+
+def watch(name: str, module: nn.Module) -> None:
+    """Has what stands in a converted layer's place raise where it has called none of the blocks inside of it."""
+    if any(_is_ours(hook) for hook in module._forward_pre_hooks.values()):
+        return
+    module.register_forward_pre_hook(_begins)
+    module.register_forward_hook(functools.partial(_ends, name))
+    for block in module.modules():
+        if isinstance(block, SolverBlock):
+            vars(block)[_CALLED] = {}
+            block.register_forward_hook(_calls)
+
+
+def unwatch(module: nn.Module) -> None:
+    """Removes all of this from a module."""
+    vars(module).pop(_CALLED, None)
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
+            del hooks[key]
+
+
+def _is_ours(hook: Any) -> bool:
+    return getattr(hook, "func", hook) in (_begins, _calls, _ends)
+
+
+def _blocks_in(module: nn.Module) -> list[SolverBlock]:
+    # A copy of a block (PEFT's modules_to_save) has its hook and its note.
+    return [one for one in module.modules() if isinstance(one, SolverBlock) and _CALLED in vars(one)]
+
+
+def _thread() -> int:
+    # A compiled graph is traced in one.
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
+def _begins(module: nn.Module, args: Any) -> None:
+    for block in _blocks_in(module):
+        vars(block)[_CALLED].pop(_thread(), None)
+
+
+def _calls(block: nn.Module, args: Any, output: Any) -> None:
+    vars(block)[_CALLED][_thread()] = True
+
+
+def _ends(name: str, module: nn.Module, args: Any, output: Any) -> None:
+    blocks = _blocks_in(module)
+    if all(block.computes_its_layer for block in blocks) or any(_thread() in vars(one)[_CALLED] for one in blocks):
+        return
+    raise SolverPluginsError(
+        f"The {type(module).__name__} in the place of the converted layer {name!r} computes with its weight and does "
+        "not call it, so its solver would be left out. Adapt other layers, use an adapter that calls its layer (LoRA), "
+        f"convert with iters=1, or convert with exclude=[{name!r}]."
+    )

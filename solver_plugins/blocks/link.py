@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from solver_plugins.blocks.segment import run_again_within
 from solver_plugins.blocks.shell import Shell, made_class
 
 Role = Literal["norm", "norm-activation", "activation"]
@@ -36,11 +35,8 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-SUMS = frozenset({"add", "add_", "__add__", "__radd__", "__iadd__", "iadd"})
-SAME_NUMBERS = frozenset(
-    {"to", "type", "type_as", "float", "double", "half", "bfloat16", "clone", "contiguous", "alias", "positive"}
-    | {"view_as"}
-)
+SUMS = words("add add_ __add__ __radd__ __iadd__ iadd")
+SAME_NUMBERS = words("to type type_as float double half bfloat16 clone contiguous alias positive view_as")
 LINEAR = words(
     "linear bilinear matmul __matmul__ __rmatmul__ mm bmm mv addmm addmm_ baddbmm addbmm einsum tensordot conv1d "
     "conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution _conv_forward "
@@ -105,6 +101,7 @@ class Link:
         return self.role == "activation" or not direct
 
 
+@dataclass(eq=False, slots=True)
 class Handed:
     """What a mark says: who computed this tensor, from what.
 
@@ -115,25 +112,18 @@ class Handed:
         kernel: The block's weight.
         norm: The norm that the tensor has passed.
         normed: What that norm was given.
-        segments: The checkpointed segments that the block ran in; see :mod:`solver_plugins.blocks.segment`.
+        segments: The checkpointed segments that the block ran in; see :mod:`solver_plugins.blocks.outlet`.
         broken: The operation that has changed the tensor since; empty for none.
     """
 
-    __slots__ = ("block", "broken", "input", "kernel", "link", "norm", "normed", "segments")
-
-    def __init__(
-        self,
-        link: Any,
-        block: Any = None,
-        input: Tensor | None = None,
-        kernel: Tensor | None = None,
-        norm: nn.Module | None = None,
-        normed: Tensor | None = None,
-        segments: tuple[Any, ...] = (),
-        broken: str = "",
-    ):
-        self.link, self.block, self.input, self.kernel = link, block, input, kernel
-        self.norm, self.normed, self.segments, self.broken = norm, normed, segments, broken
+    link: Any
+    block: Any = None
+    input: Tensor | None = None
+    kernel: Tensor | None = None
+    norm: nn.Module | None = None
+    normed: Tensor | None = None
+    segments: tuple[Any, ...] = ()
+    broken: str = ""
 
     def past(self, norm: nn.Module, normed: Tensor) -> "Handed":
         """Returns the mark behind a norm."""
@@ -257,7 +247,7 @@ class Scope(Shell):
         if torch.compiler.is_compiling():
             with Carry():
                 return self._unmarked(forward(*args, **kwargs))
-        here = _THREAD
+        here = THREAD
         # A new run knows nothing of one that was broken off, nor of one that it is called by.
         before = {link: here.waiting.pop(link, []) for link in self.links}
         try:
@@ -292,92 +282,19 @@ class _Thread(threading.local):
         self.recomputing: Any = None
 
 
-_THREAD = _Thread()
+THREAD = _Thread()
 
 
 @contextlib.contextmanager
 def carrying() -> Iterator[None]:
     """Carries marks within the context; within another one that one does."""
-    here = _THREAD
+    here = THREAD
     here.depth += 1
     try:
         with Carry() if here.depth == 1 else contextlib.nullcontext():
             yield
     finally:
         here.depth -= 1
-
-
-@contextlib.contextmanager
-def _again() -> Iterator[None]:
-    """What a recomputed segment runs in: marks are carried as they were in the first pass."""
-    here = _THREAD
-    before, here.waiting = here.waiting, {}
-    try:
-        with carrying():
-            yield
-    finally:
-        here.waiting = before
-
-
-def hand_over(tensor: Tensor, handed: Handed, before: Handed | None = None) -> Tensor:
-    """Marks what a layer hands to the norm or activation in which its solver runs, and waits for its arrival.
-
-    Args:
-        tensor: What is handed over.
-        handed: What its mark says.
-        before: For a norm on the way: what was handed to it.
-    """
-    link = handed.link
-    if not torch.compiler.is_compiling():
-        if link.carries():
-            run_again_within(handed.segments, _again)
-        if link.role == "activation":
-            here, node = _THREAD, torch._C._current_autograd_node()
-            if here.recomputing is not node:
-                # What another recomputed segment has left belongs to nobody, and would keep its graph alive.
-                here.recomputing = node
-                here.waiting.clear()
-            if before is not None:
-                arrived(before)
-            calls = here.waiting.setdefault(link, [])
-            calls.append((handed, tensor.grad_fn or (tensor if handed.segments else None)))
-    return put(tensor, handed)
-
-
-def arrived(handed: Handed) -> None:
-    """Takes note that what was handed over has been taken."""
-    waiting = _THREAD.waiting
-    waiting[handed.link] = [call for call in waiting.get(handed.link, []) if call[0] is not handed]
-
-
-def recovered(link: Link, tensor: Tensor) -> Handed | None:
-    """Returns what a tensor without a mark is known to be by its graph of gradients: a sum with what was handed over.
-
-    Raises:
-        LookupError: If the tensor may come from what was handed over in another way.
-    """
-    calls = [(one, node.grad_fn if isinstance(node, Tensor) else node) for one, node in _THREAD.waiting.get(link, [])]
-    summed = _reached(tensor, calls, sums_only=True)
-    if len(summed) == 1:
-        return summed[0]
-    if summed or any(node is None for _, node in calls) or _reached(tensor, calls, sums_only=False):
-        raise LookupError
-    return None
-
-
-def _reached(tensor: Tensor, calls: list[tuple[Handed, Any]], sums_only: bool) -> list[Handed]:
-    """Returns the calls from which a tensor was computed: the last ones on every way back."""
-    found: list[Handed] = []
-    level: set[Any] = {tensor.grad_fn} - {None}
-    seen: set[Any] = set()
-    while calls and level:
-        seen |= level
-        here = [(handed, node) for handed, node in calls if node in level]
-        found += [handed for handed, _ in here]
-        level -= {node for _, node in here}
-        through = [one for one in level if not sums_only or one.name() == "AddBackward0"]
-        level = {after for one in through for after, _ in one.next_functions} - seen - {None}
-    return found
 
 
 def open_scope(link: Link) -> None:

@@ -3,21 +3,34 @@
 It is the norm (linear -> norm -> activation), or the activation after a skip connection. A norm between the layer and
 the skip hands the layer's mark on. These modules hold nothing but the links that they serve, so that one that is
 replaced (SyncBatchNorm) is simply made again.
+
+A segment of gradient checkpointing is run again in the backward pass, by itself. A solver that runs in it, while its
+layer ran before it, would then find nothing of its layer, so the forward pass refuses this already. Where both are in
+the segment, it is run again in the same context, so that the second pass knows what the first one knew.
 """
 
 import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import GeneratorType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from solver_plugins.blocks.fold import check_foldable, normalised
-from solver_plugins.blocks.link import Handed, Link, Place, Role, arrived, hand_over, recovered, take
-from solver_plugins.blocks.segment import current_segments, left_out, without_graph
+from solver_plugins.blocks.link import THREAD, Handed, Link, Place, Role, carrying, put, take
 from solver_plugins.blocks.shell import Shell, take_off
 from solver_plugins.blocks.stepsize import certify_after_loading
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
 from solver_plugins.prox import Prior, prox_for
+
+_REENTRANT = CheckpointFunction.forward.__code__
+# Says at once that there is no segment. Where torch lacks it (2.7), the stack is always looked through.
+_TOP_HOOKS = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
 class Outlet(Shell):
@@ -65,7 +78,9 @@ class Outlet(Shell):
         if not torch.compiler.is_compiling():
             arrived(handed)
             now = current_segments()
-            if left_out(handed.segments, now) or _lacks_gradients(handed, now):
+            # What ran outside of the innermost segment is left out when that is recomputed.
+            left_out = bool(now) and not any(now[0] is one for one in handed.segments)
+            if left_out or _lacks_gradients(handed, now):
                 raise SolverPluginsError(_without_its_layer(handed.link, recomputed=True))
         return handed
 
@@ -77,28 +92,23 @@ class Outlet(Shell):
         return None
 
     def _recovered(self, input: Tensor) -> Handed | None:
-        """Returns what a tensor without a mark is; None where it may be another layer's.
-
-        Raises:
-            SolverPluginsError: If neither is known.
-        """
-        if torch.compiler.is_compiling():
-            if self.role != "activation":
-                raise SolverPluginsError(_without_its_layer(self.links[0]))
+        """Returns what a tensor without a mark is; None where it may be another layer's. Raises if neither is known."""
+        compiling, after_sum = torch.compiler.is_compiling(), self.role == "activation"
+        if compiling and after_sum:
             return None
         for link in self.links:
-            if block_at(link) is None:
+            if not compiling and block_at(link) is None:
                 raise SolverPluginsError(
                     f"Expected the converted layer at {link.name!r}; found {type(link.layer.module).__name__}, put "
                     "there after the conversion. Call revert_model(model) first, then replace it, then convert."
                 )
             try:
-                found = recovered(link, input)
-                if self.role != "activation":
-                    raise LookupError
+                found = recovered(link, input) if after_sum else None
             except LookupError:
-                again = torch._C._current_graph_task_id() != -1
-                raise SolverPluginsError(_without_its_layer(link, recomputed=again)) from None
+                after_sum = False
+            if not after_sum:
+                again = not compiling and torch._C._current_graph_task_id() != -1
+                raise SolverPluginsError(_without_its_layer(link, recomputed=again))
             if found is not None:
                 return found
         return None
@@ -118,12 +128,15 @@ def _lacks_gradients(handed: Handed, now: tuple[Any, ...]) -> bool:
     """
     if not torch.is_grad_enabled():
         return False
-    if without_graph(handed.segments, now) and not (handed.input is not None and handed.input.requires_grad):
+    u, normed = handed.input, handed.normed
+    reached = u is not None and u.requires_grad
+    # Segments of the reentrant kind that have ended: no gradients were recorded in them.
+    ended = [one for one in handed.segments if not any(one is other for other in now)]
+    if not reached and any(not isinstance(one, GeneratorType) and not callable(one) for one in ended):
         return True
     # The statistics of a batch depend on what the norm was given, which the norm's own segment may have computed.
-    batch = handed.normed is not None and getattr(handed.norm, "training", False)
-    trained = handed.input is not None and (handed.input.requires_grad or handed.block.weight.requires_grad)
-    return bool(batch and trained and handed.normed is not None and not handed.normed.requires_grad)
+    batch = normed is not None and not normed.requires_grad and getattr(handed.norm, "training", False)
+    return batch and u is not None and (reached or handed.block.weight.requires_grad)
 
 
 def _without_its_layer(link: Link, recomputed: bool = False) -> str:
@@ -164,11 +177,7 @@ def _end_at(place: Place, link: Link) -> Outlet | None:
 
 
 def folded_norm(link: Link) -> nn.Module | None:
-    """Returns the norm that is folded into the linear map.
-
-    Raises:
-        UnsupportedLayerError: If there is another module in its place now.
-    """
+    """Returns the norm that is folded into the linear map; UnsupportedLayerError if another module is there now."""
     place = link.norm if link.role == "activation" else link.outlet
     if place is None:
         return None
@@ -192,11 +201,7 @@ def open_ends(link: Link) -> None:
 
 
 def repair_ends(link: Link, prior: Prior) -> None:
-    """Opens the ends of a link again where a module was replaced after the conversion.
-
-    Raises:
-        UnsupportedLayerError: If what stands there now is not of the kind that was converted.
-    """
+    """Opens the ends of a link again where a module of the converted kind was put in after the conversion."""
     outlet, norm = _end_at(link.outlet, link), None if link.norm is None else _end_at(link.norm, link)
     if outlet is not None and (link.norm is None or norm is not None):
         return
@@ -261,3 +266,121 @@ def close(outlet: Outlet) -> None:
     for key in [key for key, hook in hooks.items() if hook is _certify_links]:
         del hooks[key]
     take_off(outlet)
+
+
+def current_segments() -> tuple[Any, ...]:
+    """Returns one object for every checkpointed segment that runs in this thread, the innermost first."""
+    if torch.compiler.is_compiling():
+        return ()
+    hooks = None if _TOP_HOOKS is None else _TOP_HOOKS(True)
+    inside = _TOP_HOOKS is None or getattr(hooks and hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+    # A segment of the reentrant kind runs without gradients.
+    if not inside and (torch.is_grad_enabled() or torch.is_inference_mode_enabled()):
+        return ()
+    # The objects themselves, not their ids: what is kept alive cannot be mistaken for a later segment.
+    found = []
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            # Where nothing is differentiated, nothing is recomputed.
+            if any(frame.f_locals["ctx"].needs_input_grad):
+                found.append(frame.f_locals["ctx"])
+        elif inside and frame.f_code.co_filename == _REENTRANT.co_filename:
+            # A segment of the other kind is a generator that waits for the segment's end.
+            found.extend(one for one in frame.f_locals.values() if isinstance(one, GeneratorType))
+        frame = frame.f_back
+    return (hooks[1],) if hooks and inside and not found else tuple(found)
+
+
+@dataclass
+class _Again:
+    """What a segment runs when it is recomputed, within a context."""
+
+    run: Callable[..., Any]
+    context: Callable[[], AbstractContextManager[None]]
+
+    def __call__(self, *args: Any) -> Any:
+        with self.context():
+            return self.run(*args)
+
+
+def run_again_within(segments: tuple[Any, ...], context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Has those of the segments that still run be recomputed within a context."""
+    for segment in segments:
+        if isinstance(segment, GeneratorType):
+            frame = segment.gi_frame  # None when the segment has ended.
+            holder, name = None if frame is None else frame.f_locals.get("new_frame"), "recompute_fn"
+        else:
+            holder, name = segment, "run_function"
+        run = getattr(holder, name, None)
+        if run is not None and not isinstance(run, _Again):
+            setattr(holder, name, _Again(run, context))
+
+
+@contextlib.contextmanager
+def _again() -> Iterator[None]:
+    """What a recomputed segment runs in: marks are carried as they were in the first pass."""
+    here = THREAD
+    before, here.waiting = here.waiting, {}
+    try:
+        with carrying():
+            yield
+    finally:
+        here.waiting = before
+
+
+def hand_over(tensor: Tensor, handed: Handed, before: Handed | None = None) -> Tensor:
+    """Marks what a layer hands to where its solver runs, and waits for its arrival.
+
+    ``before`` is what was handed to a norm on the way.
+    """
+    link = handed.link
+    if not torch.compiler.is_compiling():
+        if link.carries():
+            run_again_within(handed.segments, _again)
+        if link.role == "activation":
+            here, node = THREAD, torch._C._current_autograd_node()
+            if here.recomputing is not node:
+                # What another recomputed segment has left belongs to nobody, and would keep its graph alive.
+                here.recomputing = node
+                here.waiting.clear()
+            if before is not None:
+                arrived(before)
+            calls = here.waiting.setdefault(link, [])
+            calls.append((handed, tensor.grad_fn or (tensor if handed.segments else None)))
+    return put(tensor, handed)
+
+
+def arrived(handed: Handed) -> None:
+    """Takes note that what was handed over has been taken."""
+    waiting = THREAD.waiting
+    waiting[handed.link] = [call for call in waiting.get(handed.link, []) if call[0] is not handed]
+
+
+def recovered(link: Link, tensor: Tensor) -> Handed | None:
+    """Returns what a tensor without a mark is known to be by its graph of gradients: a sum with what was handed over.
+
+    LookupError if the tensor may come from what was handed over in another way.
+    """
+    calls = [(one, node.grad_fn if isinstance(node, Tensor) else node) for one, node in THREAD.waiting.get(link, [])]
+    summed = _reached(tensor, calls, sums_only=True)
+    if len(summed) == 1:
+        return summed[0]
+    if summed or any(node is None for _, node in calls) or _reached(tensor, calls, sums_only=False):
+        raise LookupError
+    return None
+
+
+def _reached(tensor: Tensor, calls: list[tuple[Handed, Any]], sums_only: bool) -> list[Handed]:
+    """Returns the calls from which a tensor was computed: the last ones on every way back."""
+    found: list[Handed] = []
+    level: set[Any] = {tensor.grad_fn} - {None}
+    seen: set[Any] = set()
+    while calls and level:
+        seen |= level
+        here = [(handed, node) for handed, node in calls if node in level]
+        found += [handed for handed, _ in here]
+        level -= {node for _, node in here}
+        through = [one for one in level if not sums_only or one.name() == "AddBackward0"]
+        level = {after for one in through for after, _ in one.next_functions} - seen - {None}
+    return found

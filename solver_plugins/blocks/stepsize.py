@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks.refusals import Refusing
+from solver_plugins.blocks.shell import Refusing
 from solver_plugins.errors import OptionError, SolverPluginsError, SolverPluginsWarning, WeightError, warn
 from solver_plugins.operators import (
     Geometry,
@@ -29,7 +29,7 @@ from solver_plugins.operators import (
     rescaled_bound,
     start_vectors,
 )
-from solver_plugins.solve import working_dtype
+from solver_plugins.solve import Solver, working_dtype
 
 WARM_UP = 16
 """Power steps behind a certificate: the vectors then start close to the top singular directions."""
@@ -65,22 +65,21 @@ class TrackedStep(Refusing):
     followed: Tensor
     geometry: Geometry
 
+    kernel_reader: "ClassVar[staticmethod[[nn.Module], tuple[Tensor, Geometry]]]"
+    solver: Solver
+
     def _kernel(self) -> Tensor:
         """Returns the layer's weight as a kernel ``[n2, n1/groups, *k]``."""
-        raise TypeError(f"{type(self).__name__} does not say how its kernel is read.")
+        return type(self).kernel_reader(self)[0]
 
     def _kernel_at_rest(self) -> Tensor:
         """Returns the weight outside of a forward pass, where looking must change nothing."""
         with at_rest(self):
             return self._kernel()
 
-    def _needs_constant(self) -> bool:
-        """Whether anything that is computed depends on the constant."""
-        return True
-
     def _reference(self) -> Tensor | None:
         """Returns the diagonal that ``L`` belongs to, where a norm is folded into the map; see ``rescaled_bound``."""
-        return None
+        return self._buffers.get("diagonal_reference")
 
     def _new_reference(self, kernel: Tensor) -> dict[str, Tensor]:
         """Returns the diagonal that a new certificate is made for, under the name of its buffer."""
@@ -106,9 +105,7 @@ class TrackedStep(Refusing):
     def _current_L(self, kernel: Tensor, gram: Tensor | None = None) -> Tensor:
         """Returns the constant for this forward; in training the buffers follow the weights, too.
 
-        Args:
-            kernel: The weight.
-            gram: ``A A^T``, where this forward has computed it already.
+        ``gram`` is ``A A^T``, where this forward has computed it already.
         """
         kernel = kernel.detach()
         at_hand = is_eager(kernel.device) and type(kernel) is Tensor
@@ -139,21 +136,21 @@ class TrackedStep(Refusing):
         self, kernel: Tensor, image: Tensor, diagonal: Tensor | None, gram: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Returns the constant of ``diag(d) A`` by power steps from where they stand, and where they stand then."""
-        jumped = is_eager(kernel.device) and type(kernel) is Tensor and not _turn(image, self.image) <= JUMP
+        jumped = False
+        if is_eager(kernel.device) and type(kernel) is Tensor:
+            # A common factor leaves singular vectors where they are.
+            known = self.image
+            factor = torch.dot(image, known) / torch.dot(known, known).clamp_min(torch.finfo(known.dtype).tiny)
+            jumped = not _change(image, factor * known) <= JUMP
         estimate, vectors = follow(kernel, self.geometry, self.power_vectors, diagonal, gram, patient=jumped)
         return torch.as_tensor(estimate, dtype=self.L.dtype, device=self.L.device) * self.power_ratio, vectors
 
     @torch.no_grad()
     def _scaled_L(self, kernel: Tensor, constant: Tensor, diagonal: Tensor, batch: bool) -> Tensor:
-        """Returns the constant of ``diag(d) A`` for a folded norm.
+        """Returns the constant of ``diag(d) A`` for a folded norm, from that of ``A`` with the certified scales.
 
-        It depends on the weights and the batch alone, so a recomputed forward sees the same number.
-
-        Args:
-            kernel: ``A``.
-            constant: The constant of ``A`` with the certified scales, from :meth:`_current_L`.
-            diagonal: ``d``.
-            batch: Whether ``d`` is of this batch, which the certified scales may be far from.
+        It depends on the weights and the batch alone, so a recomputed forward sees the same number. ``batch``: ``d`` is
+        of this batch, which the certified scales may be far from.
         """
         reference = self._reference()
         assert reference is not None
@@ -173,7 +170,10 @@ class TrackedStep(Refusing):
                 f"Expected method 'certified' or 'power'; found {method!r}. (An 'exact' constant holds for one input "
                 "size only, and a block must be safe for all.)"
             )
-        kernel = _gathered(self._kernel_at_rest().detach())
+        kernel: Any = self._kernel_at_rest().detach()
+        if hasattr(kernel, "full_tensor"):
+            # Where there are shards of it (FSDP2) all processes certify, or none does.
+            kernel = kernel.full_tensor()
         reference = self._new_reference(kernel)
         diagonal = next(iter(reference.values()), None)
         # From the same start each time: what a block computes depends on its weights, not on their history.
@@ -205,16 +205,7 @@ class TrackedStep(Refusing):
                     buffer.copy_(value)
 
     def refresh_step(self, method: str = "certified", tolerance: float = 0.1) -> Tensor:
-        """Recomputes ``L`` from the weights and returns it.
-
-        Args:
-            method: "certified" (never below the truth, for any input size) or "power" (a lower bound).
-            tolerance: How far above the truth a certified constant may be.
-
-        Raises:
-            WeightError: If the weights are not finite; nothing is changed then.
-            OptionError: If the method is another one.
-        """
+        """Recomputes ``L`` from the weights and returns it; arguments and errors are those of ``refresh_steps``."""
         self.write_step(self.compute_step(method, tolerance))
         return self.L
 
@@ -256,7 +247,7 @@ class TrackedStep(Refusing):
         try:
             self.refresh_step()
         except WeightError:
-            if self._needs_constant():
+            if self.solver.needs_constant:
                 raise
 
     @torch.no_grad()
@@ -342,21 +333,10 @@ def certify_after_loading(module: nn.Module, incompatible_keys: Any = None) -> N
         warn(f"The step size of a loaded {type(module).__name__} is not certified: {error}", SolverPluginsWarning)
 
 
-def _gathered(kernel: Tensor) -> Tensor:
-    """Returns a whole kernel where there are shards of it (FSDP2): all processes certify, or none does."""
-    return kernel.full_tensor() if hasattr(kernel, "full_tensor") else kernel
-
-
 def _change(new: Tensor, old: Tensor) -> Tensor:
     """Returns how far apart two vectors are, in units of the second; NaN where there is one."""
     apart, size = (new - old).abs().amax(), old.abs().amax()
     return apart / size.clamp_min(torch.finfo(size.dtype).tiny)
-
-
-def _turn(new: Tensor, old: Tensor) -> Tensor:
-    """Returns how far apart two vectors are beside a common factor, which leaves singular vectors where they are."""
-    factor = torch.dot(new, old) / torch.dot(old, old).clamp_min(torch.finfo(old.dtype).tiny)
-    return _change(new, factor * old)
 
 
 def _within_rounding(change: Tensor) -> Tensor:

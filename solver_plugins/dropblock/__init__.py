@@ -1,16 +1,16 @@
 """Structured dropout: layers, their average effect, closed forms, and dropout without sampling."""
 
-from solver_plugins.dropblock.averaged import AveragedDropout, averaged_dropout
-from solver_plugins.dropblock.classifier import find_classifier
-from solver_plugins.dropblock.classifier_dropout import ClassifierDropout
+from solver_plugins.dropblock.classifier import ClassifierDropout, find_classifier
 from solver_plugins.dropblock.convert import convert_dropout, inspect_dropout, revert_dropout
 from solver_plugins.dropblock.errors import BlockSizeError, ClassifierError, FactorisationError, RegularizerError
 from solver_plugins.dropblock.estimate import Estimate
 from solver_plugins.dropblock.layers import (
+    AveragedDropout,
     DropBlock1d,
     DropBlock2d,
     DropConnectLinear,
     StructuredDropout,
+    averaged_dropout,
     drop_block_1d,
     drop_block_2d,
     drop_connect_linear,
@@ -29,10 +29,7 @@ from solver_plugins.dropblock.schemes import (
     Scheme,
     make_scheme,
 )
-from solver_plugins.dropblock.support_norm import (
-    k_support_norm_sq,
-    prox_k_support_norm_sq,
-)
+from solver_plugins.dropblock.support_norm import k_support_norm_sq, prox_k_support_norm_sq
 from solver_plugins.dropblock.theory import (
     characteristic_matrix,
     deterministic_objective,

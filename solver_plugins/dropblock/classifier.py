@@ -1,10 +1,15 @@
-"""Finds the last linear layer of any classifier, without importing its library."""
+"""The last linear layer of any classifier, found without importing its library, and dropout before it by a hook."""
 
 from collections.abc import Iterator
+from typing import Any, Self
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from solver_plugins.dropblock.errors import ClassifierError
+from solver_plugins.dropblock.layers import structured_dropout
+from solver_plugins.dropblock.retain import check_divides
+from solver_plugins.dropblock.schemes import GridBlocks, Sampler, Scheme, make_scheme
 from solver_plugins.errors import did_you_mean
 from solver_plugins.wrappers import COMPILED, DATA_PARALLEL, DDP, wrapper_of
 
@@ -13,13 +18,10 @@ _NAMES = ("classifier", "score", "fc", "head", "heads", "qa_outputs")
 
 
 def find_classifier(model: nn.Module, given: str | nn.Module | None = None) -> tuple[str, nn.Linear]:
-    """Returns the name of a model's last linear layer and the layer.
+    """Returns the name of a model's last linear layer and the layer; ClassifierError if it is not found.
 
     It knows classifiers of timm, transformers and torchvision, and any model with ``get_classifier()`` or an attribute
     ``classifier``, ``score``, ``fc`` or ``head``; for others, ``given`` is the layer or its name.
-
-    Raises:
-        ClassifierError: If there is no last layer, more than one, or it is not linear.
     """
     while wrapper_of(model) in (DDP, DATA_PARALLEL):
         model = model.module  # type: ignore[assignment]
@@ -97,3 +99,57 @@ def _names(model: nn.Module) -> list[str]:
 def _linears(model: nn.Module) -> str:
     names = _names(model)
     return f" Its linear layers: {', '.join(names[-5:])}." if names else " It has no linear layer."
+
+
+class AtClassifier:
+    """A scheme at the last layer of a model, put there by a hook; a context manager that removes the hook."""
+
+    _handle: RemovableHandle
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: str | Scheme | Sampler,
+        theta: float | None,
+        block_size: int | None,
+        classifier: str | nn.Module | None,
+    ):
+        self.scheme = make_scheme(scheme, theta, block_size)
+        self.name, self.classifier = find_classifier(model, classifier)
+        if isinstance(self.scheme, GridBlocks):
+            check_divides(self.scheme.block_size, self.classifier.in_features)
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r}, {self.scheme})"
+
+
+class ClassifierDropout(AtClassifier):
+    """Drops inputs of a model's last layer in training: the sampled twin of ``StructuredDropoutRegularizer``.
+
+    ``remove()`` or the end of a ``with`` block takes it off the model. Arguments, attributes and errors are those of
+    :class:`StructuredDropoutRegularizer`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        scheme: str | Scheme | Sampler,
+        theta: float | None = None,
+        block_size: int | None = None,
+        *,
+        classifier: str | nn.Module | None = None,
+    ):
+        super().__init__(model, scheme, theta, block_size, classifier)
+        self._handle = self.classifier.register_forward_pre_hook(self._drop)
+
+    def _drop(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (structured_dropout(args[0], self.scheme, training=module.training), *args[1:])

@@ -12,9 +12,9 @@ from solver_plugins.dropblock.retain import check_divides
 from solver_plugins.dropblock.schemes import GridBlocks, Sampler, Scheme, make_scheme
 from solver_plugins.dropblock.sites import Site, find_sites
 from solver_plugins.errors import OptionError, did_you_mean
+from solver_plugins.surgery.apply import refuse_wrapped
 from solver_plugins.surgery.errors import ConversionError, TargetError
 from solver_plugins.surgery.record import record
-from solver_plugins.surgery.refusals import refuse_wrapped
 from solver_plugins.surgery.targets import Target, TargetList, Targets, read_targets
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.dropblock.classifier_dropout import AtClassifier
+from solver_plugins.dropblock.classifier import AtClassifier
 from solver_plugins.dropblock.errors import RegularizerError
 from solver_plugins.dropblock.schemes import Sampler, Scheme
 from solver_plugins.errors import OptionError, ShapeError

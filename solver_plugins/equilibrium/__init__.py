@@ -8,7 +8,7 @@ from solver_plugins.equilibrium.deep import DeepOptEq, Equilibrium, project_weig
 from solver_plugins.equilibrium.errors import DivergenceError, HeadError
 from solver_plugins.equilibrium.head import HeadConfig, OptEqHead
 from solver_plugins.equilibrium.layer import OptEqLayer
-from solver_plugins.equilibrium.objectives import objective
+from solver_plugins.equilibrium.problem import objective
 from solver_plugins.equilibrium.regularizers import (
     FEATURE_REGULARIZERS,
     FeatureRegularizer,

@@ -17,8 +17,7 @@ from solver_plugins.prox.activations import Activation
 def allowed_activation(activation: Activation, **parameters: Any) -> Prior:
     """Returns the prior whose proximal map at the unit step is ``activation``, given as for ``prox_for``.
 
-    Raises:
-        NotProximalError: If it is not elementwise, monotone and 1-Lipschitz (GELU, SiLU, softmax, ...).
+    NotProximalError if it is not elementwise, monotone and 1-Lipschitz (GELU, SiLU, softmax, ...).
     """
     prior = prox_for(activation, **parameters)
     if not prior.separable:

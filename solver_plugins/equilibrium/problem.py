@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from solver_plugins.equilibrium.activations import antiderivative
 from solver_plugins.equilibrium.regularizers import FeatureRegularizer
 from solver_plugins.operators import LinearOperator, is_faked
 from solver_plugins.prox import Prior
@@ -283,3 +284,16 @@ class Jacobian:
     def offset_gradient(self, pull: Pull, index: int) -> Tensor:
         """Returns the gradient of ``<T(z), y>`` by the offset of a layer."""
         return pull.inner[index] if self.alpha == 1 else self.alpha * pull.inner[index]
+
+
+def potential(unit: Unit, z: Tensor) -> Tensor:
+    """Returns ``psi(z) = 1^T S(W z + c)`` per sample; its gradient is the unit layer."""
+    return antiderivative(unit.prior, unit.argument(z)).sum(unit.operator.problem_dims)
+
+
+def objective(unit: Unit, z: Tensor) -> Tensor:
+    """Returns ``h(z) = |z|^2/2 - 1^T S(W z + c)`` per sample, convex for ``|W| <= 1``.
+
+    ``grad h(z) = z - W^T s(W z + c)``: its minimiser is the equilibrium of one layer, for any ``alpha``.
+    """
+    return z.square().sum(unit.operator.problem_dims) / 2 - potential(unit, z)

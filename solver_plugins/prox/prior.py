@@ -144,11 +144,5 @@ def list_priors(filter: str | Iterable[str] | None = None) -> list[str]:
 
 
 def make_prior(name: str, **parameters: Any) -> Prior:
-    """Builds a registered prior by its name and parameters (``gamma``, ``negative_slope``, ...).
-
-    Raises:
-        UnknownNameError: If there is no such prior; the message lists similar names.
-        OptionError: If a parameter is unknown or a required one is missing; the message lists the valid ones.
-        NotProximalError: If the activation is not a proximal map for these parameters.
-    """
+    """Builds a registered prior by its name and parameters (``gamma``, ``negative_slope``, ...)."""
     return PRIORS.make(name, parameters)

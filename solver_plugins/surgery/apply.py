@@ -27,7 +27,6 @@ from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, rec
 from solver_plugins.surgery.errors import ConversionError, naming
 from solver_plugins.surgery.model_config import enter_into_config, refuse_quantized, remove_from_config
 from solver_plugins.surgery.rates import give_back, take_over, taken_over
-from solver_plugins.surgery.refusals import refuse_wrapped
 from solver_plugins.surgery.untouched import left_as_it_was
 from solver_plugins.surgery.watch import run_batch
 from solver_plugins.wrappers import FSDP2, wrapper_of
@@ -41,11 +40,8 @@ _START = "_image_at_conversion"
 def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[str, Prior] | None = None) -> nn.Module:
     """Converts a plain model in place as a conversion says, and returns it; its weights are its own.
 
-    ``priors`` are those that the conversion has no name for, by the name of the layer.
-
-    Raises:
-        ConversionError: If the model lacks a module that the conversion names, or is converted or wrapped already, or a
-            prior is missing. The model is as it was then, as after every other error.
+    ``priors`` are those that the conversion has no name for, by the name of the layer. After an error (a missing module
+    or prior, a model that is converted or wrapped already) the model is as it was.
     """
     refuse_wrapped(model)
     refuse_quantized(model)
@@ -98,8 +94,7 @@ def _install(block: BlockRecord, modules: dict[str, nn.Module], prior: Prior | N
 def conversion_of(model: nn.Module) -> Conversion:
     """Writes down what was done to a converted model.
 
-    Raises:
-        ConversionError: If it is not converted, or a prior is a function of the user's, which has no name.
+    ConversionError if it is not converted, or a prior is a function of the user's, which has no name.
     """
     blocks = blocks_of(model)
     if not blocks:
@@ -184,6 +179,19 @@ def revert_model(model: nn.Module, batch: Any = None) -> nn.Module:
     if lost:
         _warn_of_change(lost, None if before is None else difference(before, evaluated(model, batch)))
     return model
+
+
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raises ConversionError for a model in which a solver would never run, or that has one already."""
+    converted = blocks_of(model)
+    for name, module in model.named_modules():
+        if name in converted:
+            raise ConversionError(f"{name or 'The model'} is converted already; call revert_model(model) first.")
+        wrapper = wrapper_of(module)
+        if wrapper is not None:
+            raise ConversionError(wrapper.refusal("convert", name))
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+        raise ConversionError("Expected initialised weights; found lazy layers. Run one forward pass first.")
 
 
 def refuse_sharded(model: nn.Module, verb: str) -> None:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from solver_plugins.surgery.graph import Graph
-from solver_plugins.surgery.record import Call
 
 _LONGEST = 16
 """The most operations that one activation may take; GELU by its tanh formula takes nine."""
@@ -48,7 +47,8 @@ def find_composite(graph: Graph, value: int) -> Composite | None:
         if not any(argument.value in inside for argument in call.inputs):
             continue
         alone = all(a.value in inside or record.values[a.value].kind == "constant" for a in call.inputs)
-        if not alone or not _elementwise(graph, call) or len(taken) == _LONGEST:
+        elementwise = call.name in _ELEMENTWISE or graph.kind(call) in ("shape", "activation")
+        if not alone or not elementwise or len(taken) == _LONGEST:
             return None
         taken.append(call.index)
         inside.update(call.outputs)
@@ -58,10 +58,6 @@ def find_composite(graph: Graph, value: int) -> Composite | None:
         if len(open_values) == 1 and call.outputs[0] in open_values and len(taken) > 1:
             return _named(graph, tuple(taken))
     return None
-
-
-def _elementwise(graph: Graph, call: Call) -> bool:
-    return call.name in _ELEMENTWISE or graph.kind(call) in ("shape", "activation")
 
 
 def _named(graph: Graph, calls: tuple[int, ...]) -> Composite:

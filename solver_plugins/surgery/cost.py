@@ -25,13 +25,10 @@ class Cost:
 
     Attributes:
         plain: Floating point operations of the plain layer: two for each multiply-add. Elementwise work (norm,
-            activation, masks) is counted neither here nor for the solver.
-        solver: Those of the block. Of the work on the weights alone, which does not grow with the batch, only a Gram
-            matrix is counted; ``L`` and column norms are not.
-        memory: Bytes that the solve keeps for its backward pass beyond what the plain layer keeps, its input and
-            weights. The last activation keeps the same in both.
-        backward: Those of the block's backward pass, if asked for; None for an implicit one, which ends when it has
-            converged.
+            activation, masks) is not counted.
+        solver: Those of the block. Of the work on the weights alone, only a Gram matrix is counted.
+        memory: Bytes that the solve keeps for its backward pass beyond what the plain layer keeps.
+        backward: Operations of the block's backward pass, if asked for; None for an implicit one.
     """
 
     plain: int
@@ -78,15 +75,9 @@ def cost_of(
 ) -> Cost:
     """Returns what a solver costs in place of a layer.
 
-    Args:
-        layer: The linear layer.
-        input_shape: Of its input.
-        solver: The solver.
-        prior: The prior.
-        behind: Whether the solver sits behind the layer, in a norm or an activation; the layer then runs in any case.
-        normed: Whether a norm is folded into the map.
-        gate: Which gate there is in every iteration.
-        backward: Whether the backward pass is counted, too, which takes as long again.
+    ``behind``: it sits in a norm or an activation behind the layer, which then runs in any case. ``normed``: a norm is
+    folded into the map. ``gate`` is in every iteration. ``backward`` is counted, too, if asked for, which takes as long
+    again.
     """
     kernel, geometry = read_layer(layer)
     problem = _Problem(

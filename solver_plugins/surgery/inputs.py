@@ -95,17 +95,14 @@ def example_for(model: nn.Module) -> str:
 
 
 def _candidates(model: nn.Module, small: bool) -> Iterator[Inputs]:
-    config = _as_mapping(getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None))
+    config: Any = getattr(model, "pretrained_cfg", None) or getattr(model, "default_cfg", None)
+    config = config if isinstance(config, Mapping) else getattr(config, "__dict__", {})
     if config.get("input_size"):
         yield from _for_timm(model, config, small)
     elif getattr(model, "config", None) is not None and hasattr(model, "main_input_name"):
         yield from _for_transformers(model, small)
     else:
         yield from _for_plain(model)
-
-
-def _as_mapping(config: Any) -> Mapping[str, Any]:
-    return config if isinstance(config, Mapping) else dict(getattr(config, "__dict__", {}))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from solver_plugins.blocks import SolverBlock
-from solver_plugins.blocks.refusals import is_quantized
-from solver_plugins.blocks.shell import hides_forward
+from solver_plugins.blocks.shell import hides_forward, is_quantized
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators import reader_for
 from solver_plugins.surgery.errors import option
@@ -52,20 +51,19 @@ def match(record: Record, model: nn.Module, rates: Mapping[int, Rate] | None = N
             owner, _, attribute = parameter.rpartition(".")
             if owner in uses:
                 uses[owner].reads.append(call)
-            elif attribute != "bias" and _is_matrix(modules[owner], attribute):
-                loose.setdefault(parameter, _Uses()).reads.append(call)
+            elif attribute != "bias":
+                weight = modules[owner]._parameters.get(attribute)
+                if weight is not None and weight.dim() >= 2:
+                    loose.setdefault(parameter, _Uses()).reads.append(call)
     found = {name: _merged([surroundings_of(graph, call) for call in use.calls]) for name, use in uses.items()}
     _give_each_sum_one_block(found)
     _mark_hidden_layers(graph, found)
     rows = [(use.first(), _block(graph, name, modules[name], use, found[name])) for name, use in uses.items()]
     for parameter, use in loose.items():
-        rows.append((use.first(), _loose(graph, parameter, modules[parameter.rpartition(".")[0]], use)))
+        owner = modules[parameter.rpartition(".")[0]]
+        what = f"a Parameter of {type(owner).__name__} that {graph.label(use.reads[0])} multiplies by, not a layer"
+        rows.append((use.first(), Block(parameter, owner, reasons=(what,))))
     return [_finished(block) for _, block in sorted(rows, key=lambda row: row[0])]
-
-
-def _is_matrix(owner: nn.Module, attribute: str) -> bool:
-    parameter = owner._parameters.get(attribute)
-    return parameter is not None and parameter.dim() >= 2
 
 
 def _block(graph: Graph, name: str, module: nn.Module, use: _Uses, found: Surroundings | None) -> Block:
@@ -173,11 +171,6 @@ def _mark_hidden_layers(graph: Graph, found: dict[str, Surroundings | None]) -> 
                 one.feeds_last = one.outlet == "linear"
                 if dropout is not None:
                     one.dropped["outputs"] = graph.label(dropout)
-
-
-def _loose(graph: Graph, parameter: str, owner: nn.Module, use: _Uses) -> Block:
-    reason = f"a Parameter of {type(owner).__name__} that {graph.label(use.reads[0])} multiplies by, not a layer"
-    return Block(parameter, owner, reasons=(reason,))
 
 
 def _finished(block: Block) -> Block:

@@ -50,12 +50,7 @@ def as_pair(size: Any) -> tuple[int, int] | None:
 
 
 class NamedInputs:
-    """Makes the inputs of one model.
-
-    Args:
-        model: A model with a ``config`` and a ``main_input_name``.
-        dtype: Of floating-point inputs.
-    """
+    """Makes the inputs of one model with a ``config`` and a ``main_input_name``; ``dtype`` is that of floats."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self.model = model
@@ -78,9 +73,8 @@ class NamedInputs:
     def candidates(self, last: bool = True) -> Iterator[Named]:
         """Yields inputs by name, the likeliest first.
 
-        Args:
-            last: Whether a text alone is a last resort for a model that also takes images or sounds. On the meta device
-                what is placed among tokens often cannot run, and a text alone would leave half of the model unseen.
+        With ``last``, a text alone is a last resort for a model that also takes images or sounds. On the meta device
+        what is placed among tokens often cannot run, and a text alone would leave half of the model unseen.
         """
         placed = self._placed()
         if placed:
@@ -144,11 +138,7 @@ class NamedInputs:
         return [] if maker is None else [maker(self)]
 
     def _text(self, tokens: Mapping[int, int] | None = None) -> Named:
-        """Returns token ids and what belongs to them.
-
-        Args:
-            tokens: How many times a token for something else stands in each text.
-        """
+        """Returns token ids and what belongs to them; ``tokens`` says how often a token stands in each text."""
         special = {name: getattr(part, name, None) for part in self._parts() for name in vars(part) if "token" in name}
         taken = {token for ids in special.values() for token in (ids if isinstance(ids, list) else [ids])}
         vocabulary = self._number(256, "vocab_size", "src_vocab_size")

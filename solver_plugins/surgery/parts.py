@@ -32,13 +32,11 @@ Ownership = Literal["private", "shared", "functional"]
 
 @dataclass(frozen=True)
 class DropoutPart:
-    """The dropout of a block; a function has no name and no module.
+    """The dropout of a block, at a rate above zero; a function has no name and no module.
 
     Attributes:
-        p: Its rate, which is above zero: a dropout at rate zero is not a part.
         ownership: "shared" if some call of it does not belong to this block.
-        sites: How often it is called in one forward pass.
-        calls: Indices of the calls that belong to this block, one for each call of the linear layer.
+        sites: How often it is called in one forward pass; ``calls`` are those that belong to this block.
         after: Whether it stands behind the linear layer instead of before it.
         direct: Whether the same tensor goes between layer and dropout, without a view in between.
         attribute: The path of the attribute that holds the rate of a function, if a solver can set it to zero;
@@ -86,12 +84,8 @@ class SkipPart:
 class ActivationPart:
     """The activation of a block, which stays where it is: a module, a function, or several operations (neither).
 
-    Attributes:
-        label: What it is, for reports.
-        args: Arguments of a function after the input; likewise ``kwargs``.
-        ownership: "shared" if the module is also called elsewhere.
-        sites: How often it is called in one forward pass.
-        calls: Indices of its calls in this block.
+    A function has ``args`` and ``kwargs`` after its input. ``label`` is for reports; ``sites`` and ``calls`` are as for
+    a dropout.
     """
 
     label: str
@@ -158,10 +152,7 @@ class Surroundings:
 class Block(Surroundings):
     """One linear layer of a model, or a weight that belongs to no layer (with the module that holds it).
 
-    Attributes:
-        input_shape: Shape of the layer's input in the recorded pass, () if it was never called.
-        aliases: Further names of the layer.
-        convertible: What a solver may draw if the layer is converted to it.
+    ``convertible`` is what a solver may draw if the layer is converted to it; shapes are () if it was never called.
     """
 
     name: str

@@ -8,13 +8,13 @@ from torch import nn
 from solver_plugins.errors import OptionError
 from solver_plugins.prox import Prior
 from solver_plugins.solve import Solver, check_gate
+from solver_plugins.surgery.apply import refuse_wrapped
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
 from solver_plugins.surgery.match import match
 from solver_plugins.surgery.model_config import refuse_quantized
 from solver_plugins.surgery.parts import Block, Samples
 from solver_plugins.surgery.rates import rates_of
 from solver_plugins.surgery.record import Record, record
-from solver_plugins.surgery.refusals import refuse_wrapped
 from solver_plugins.surgery.select import Chosen, Selection, select, still_needed
 from solver_plugins.surgery.spec import ConversionSpec
 
@@ -38,13 +38,7 @@ class Plan:
 
 
 def plan_conversion(model: nn.Module, spec: ConversionSpec, example_inputs: Any = None) -> Plan:
-    """Walks a model, which is left as it is, and decides what :func:`convert_model` would do.
-
-    Raises:
-        ConversionError: If the model is wrapped, quantised or converted already.
-        TargetError: If a target converts nothing.
-        RecordError: If the forward pass cannot be recorded.
-    """
+    """Walks a model, which is left as it is, and decides what :func:`convert_model` would do; raises as that does."""
     refuse_wrapped(model)
     refuse_quantized(model)
     recorded = record(model, example_inputs)

@@ -12,11 +12,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 
-from solver_plugins.surgery.calls import Argument, Call, Ref, Value, ValueKind
 from solver_plugins.surgery.clone import clone, shorten_recurrence, to_meta, to_own
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import Inputs, candidate_inputs, example_for, read_inputs
-from solver_plugins.surgery.trace import Tracer
+from solver_plugins.surgery.trace import Argument, Call, Ref, Tracer, Value, ValueKind
 from solver_plugins.surgery.untouched import left_as_it_was, unnoticed
 from solver_plugins.wrappers import wrapper_of
 

@@ -62,20 +62,15 @@ class LayerRow:
 
     Attributes:
         reason: Why it is not converted, or what else is worth knowing.
-        input_shape: Of the recorded pass.
-        prior: The prior whose proximal map the activation is.
         outlet: Where the solver's result comes out: the layer, its norm, or its activation.
-        p: The rate that a sampling solver samples at.
-        tau: How many features that is.
-        L: The certified ``lambda_max(A A^T)`` that the block will have, with the running statistics of a folded norm;
-            None if it was not asked for.
+        p: The rate that a sampling solver samples at; ``tau`` is how many features that is.
+        L: The certified ``lambda_max(A A^T)``, with the running statistics of a folded norm; None if not asked for.
         step: The step of its first iteration: ``1/(L + lam)``, or what the solver's rule makes of that.
         cost: Floating point operations of the solve in units of the plain layer.
         plain_flops: Those of the plain layer in one forward pass, per sample: two for each multiply-add.
         flops: Those of the block in training; see :class:`~solver_plugins.surgery.cost.Cost`.
         memory: Bytes per sample that training keeps for this block beyond the plain layer.
-        path: How its iterates are computed in training, for a batch like the recorded one; see
-            :mod:`solver_plugins.solve.paths`.
+        path: How its iterates are computed in training; see :mod:`solver_plugins.solve.paths`.
         gram_from: The least number of samples in a batch for which the path is "gram"; None if it never is, or if the
             path was chosen by the user.
     """
@@ -248,7 +243,7 @@ def _chosen_row(plan: Plan, one: Chosen, lipschitz: bool, batch: int) -> LayerRo
         tau = solver.tau(shape[_feature_dim(block)])
     with naming(block.name):
         constant, step = _constant_and_step(block, solver) if lipschitz else (None, None)
-    cost = block_cost(block, solver)
+    cost = block_cost(block, solver, plan.spec.gate)
     calls = max(1, len(block.calls))
     path, from_batch = _path(block, solver, batch)
     made = replace(

@@ -37,12 +37,9 @@ _HIDDEN: frozenset[Pattern] = frozenset({"linear-act", "dropout-linear-act"})
 
 @dataclass(frozen=True)
 class Chosen:
-    """A block to convert.
+    """A block as it is converted: it ends with the linear layer if its activation does not fit the solver.
 
-    Attributes:
-        block: The block as it is converted: it ends with the linear layer if its activation is not a proximal map, or
-            does not fit the solver.
-        p: The rate to sample at: the user's, or that of the block's dropout; None for a solver that draws nothing.
+    ``p`` is the rate to sample at: the user's, or that of its dropout; None for a solver that draws nothing.
     """
 
     block: Block
@@ -51,12 +48,9 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Selection:
-    """What a solver converts of a model.
+    """What a solver converts of a model: ``chosen`` blocks in its order, and why each other one is ``rejected``.
 
-    Attributes:
-        chosen: The blocks to convert, in the order of the model.
-        rejected: Why each other block is not converted, by its name.
-        warning: What to tell the user, where the default patterns met nothing and the head is converted in their place.
+    ``warning`` tells the user that the default patterns met nothing and the head is converted in their place.
     """
 
     chosen: tuple[Chosen, ...]
@@ -84,14 +78,8 @@ class Selection:
 def select(blocks: Sequence[Block], spec: ConversionSpec, model: nn.Module | None = None) -> Selection:
     """Chooses the blocks that a spec converts.
 
-    Args:
-        blocks: What :func:`~solver_plugins.surgery.match.match` found.
-        spec: What is asked for.
-        model: The model; with it, the error about a target says what the target matched instead.
-
-    Raises:
-        TargetError: If a target converts nothing, with the reason for each layer that it matched, or an exclusion
-            matches nothing.
+    TargetError if a target converts nothing, with the reason for each layer that it matched, or an exclusion matches
+    nothing. With the model, it says what the target matched instead.
     """
     wish = None if spec.targets is None else read_targets(spec.targets, "targets")
     ban = None if spec.exclude is None else read_targets(spec.exclude, "exclude")
@@ -125,10 +113,7 @@ def by_default(spec: ConversionSpec) -> bool:
 def nothing_by_default(blocks: Sequence[Block], spec: ConversionSpec, rejected: Mapping[str, str]) -> str:
     """Says in one line why a solver finds nothing to convert by itself, and which option helps.
 
-    Args:
-        blocks: All blocks of the model.
-        spec: The conversion.
-        rejected: Why each block was left.
+    ``rejected`` says why each block was left.
     """
     why = {name: one for name, one in _head(blocks, spec).items() if isinstance(one, str)}
     lasts = [block for block in blocks if block.is_last]

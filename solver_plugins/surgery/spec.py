@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.blocks.calibration import read_batches
-from solver_plugins.blocks.scale import check_blend
+from solver_plugins.blocks.gate import check_blend
 from solver_plugins.config import InvalidOptionsError, OptionProblem, StrictConfig, unknown_option
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.prox import IdentityPrior

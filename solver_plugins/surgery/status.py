@@ -33,30 +33,24 @@ LARGE_SCALE = 3.0
 
 @dataclass(frozen=True)
 class BlockStatus:
-    """One block of a converted model.
+    """One block of a converted model; the fields from ``calls`` on need a batch.
 
     Attributes:
         outlet: Where the solver's result comes out.
         role: What that is: the "layer", or its "norm", "norm-activation" or "activation".
-        p: The rate that it samples at.
-        tau: How many features that is.
-        effective_rate: The dropout rate with the same noise; see :func:`solver_plugins.effective_rate`. None without a
-            batch, for a solver that does not sample, and behind a norm or a skip.
-        L: ``lambda_max(A A^T)`` as the block knows it.
+        p: The rate that it samples at; ``tau`` is how many features that is.
         constant: Where ``L`` comes from: "certified", "followed" by power steps since then, "stale" (the weights have
             moved; the next forward pass updates it), or "unknown" (the weights have no values on this device).
         drift: How far the weights have moved: their constant, by power steps, over that of the last certificate.
         step: Step of the first iteration: ``1/(L + lam)``, or what the solver's rule makes of that.
-        blend: Share of the solve in the block's output, if one is set.
-        gain: Mean of the calibrated gains, if there are any.
-        gate: Mean of the gates, if there are any: 0 is the plain layer, 1 the solver.
+        blend: Share of the solve in the block's output; ``gain`` and ``gate`` are means (gate 0: the plain layer).
         residual: What the last implicit solve left.
-        calls: How often the block solved in the pass; None without a batch. The worst of several solves is reported.
-        objective_first: ``F + g`` after the first iteration, mean over the batch; ``objective_last`` after the last
-            one.
+        calls: How often the block solved in the pass. The worst of several solves is reported.
+        objective_first: ``F + g`` after the first iteration, mean over the batch; ``objective_last`` after the last.
         last_residual: Relative size of a further step, the largest of the batch.
         scale: Standard deviation of the block's output over that of the plain layers' output.
         verdict: "converged", "descends", "rises", "not finite", "one step", or "not called".
+        effective_rate: The dropout rate with the same noise; see :func:`solver_plugins.effective_rate`.
         of_evaluation: The constant of this pass over that of evaluation, for a block behind a norm. In training a
             BatchNorm has the scales of the batch; far from one, the block is another function in evaluation.
     """

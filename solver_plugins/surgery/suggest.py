@@ -9,7 +9,7 @@ import torch
 from solver_plugins.errors import some
 from solver_plugins.operators import operator_for
 from solver_plugins.prox import IdentityPrior
-from solver_plugins.solve import ProxGD, Solver
+from solver_plugins.solve import GateKind, ProxGD, Solver
 from solver_plugins.solve.layout import is_matrix
 from solver_plugins.surgery.cost import Cost, cost_of
 from solver_plugins.surgery.errors import listed, option
@@ -47,11 +47,11 @@ class Suggestion:
         return listed(self.options) or "by default"
 
 
-def block_cost(block: Block, solver: Solver) -> Cost:
+def block_cost(block: Block, solver: Solver, gate: GateKind | None) -> Cost:
     """Returns what a block costs with a solver, for inputs as in the recorded pass."""
     assert block.prior is not None
     behind, normed = block.outlet != "linear", block.norm is not None
-    return cost_of(block.module, block.input_shape, solver, block.prior, behind=behind, normed=normed)
+    return cost_of(block.module, block.input_shape, solver, block.prior, behind=behind, normed=normed, gate=gate)
 
 
 def suggestions_for(plan: Plan) -> tuple[Suggestion, ...]:
@@ -96,10 +96,10 @@ def _suggestion(kind: str, chosen: Sequence[Chosen], spec: ConversionSpec, warni
     sums, merges = [0, 0, 0], True
     for one in chosen:
         solver, calls = spec.make_solver(one.p), max(1, len(one.block.calls))
-        cost = block_cost(one.block, solver)
+        cost = block_cost(one.block, solver, spec.gate)
         affine = _affine(one.block, solver)
         rule = ProxGD.from_options(iters=spec.iters) if solver.samples != "nothing" else solver
-        later = cost.plain if affine else block_cost(one.block, rule).solver
+        later = cost.plain if affine else block_cost(one.block, rule, spec.gate).solver
         sums = [total + calls * part for total, part in zip(sums, (cost.plain, cost.solver, later), strict=True)]
         merges = merges and affine and one.block.outlet != "activation"
     plain, training, evaluation = sums

@@ -5,7 +5,6 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,10 @@ def unnoticed(*devices: torch.device) -> Iterator[None]:
     python, numpy = random.getstate(), np.random.get_state()
     others = [device for device in devices if device.type not in ("cpu", "meta")]
     kind = others[0].type if others else "cuda"
-    with torch.random.fork_rng(others, device_type=kind), warnings.catch_warnings(), _eager():
+    # Compiled parts run as they are written; without dynamo there are none, and its import is slow.
+    dynamo = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if dynamo else contextlib.nullcontext()
+    with torch.random.fork_rng(others, device_type=kind), warnings.catch_warnings(), eager:
         warnings.simplefilter("ignore")
         try:
             yield
@@ -54,10 +56,3 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
 def _same(one: Tensor, other: Tensor) -> bool:
     # A write, even of the same numbers, would count as a change of the tensor (its version).
     return one.shape == other.shape and bool(torch.equal(one.detach().nan_to_num(), other.nan_to_num()))
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Compiled parts of a model run as they are written; without dynamo there are none, and its import is slow."""
-    if "torch._dynamo" in sys.modules:
-        return torch.compiler.set_stance("force_eager")
-    return contextlib.nullcontext()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from solver_plugins.blocks import SolverBlock, blocks_of, effective_rate
+from solver_plugins.blocks import blocks_of, effective_rate
 from solver_plugins.solve import BlockProblem, Draws, Solver
 from solver_plugins.surgery.errors import RecordError
 from solver_plugins.surgery.inputs import read_inputs
@@ -26,9 +26,8 @@ class Seen:
         smoothness: The constant whose inverse was its step.
         first: Objective after the first iteration, averaged over the samples; ``last`` after the last one.
         residual: Relative size of a further step, the largest over the samples.
-        plain_scale: Standard deviation of what the plain layers return.
-        scale: Standard deviation of what the block returned.
-        effective_rate: Of the block, with its first input in the pass; see :func:`solver_plugins.effective_rate`.
+        scale: Standard deviation of what the block returned; ``plain_scale`` of what plain layers return.
+        effective_rate: With the first input in the pass; see :func:`solver_plugins.effective_rate`.
     """
 
     smoothness: float
@@ -97,17 +96,16 @@ class _Watch:
 def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
     """Runs a converted model once, without gradients, in its present mode; ``batch`` is as for ``read_inputs``.
 
-    It returns the solves of each converted layer in this pass, by the layer's name; none for a layer that was not
-    called.
-
-    Raises:
-        RecordError: If the batch is of another kind, or the pass fails.
+    Returns the solves in this pass by the name of the layer; none for a layer that was not called. RecordError if the
+    batch is of another kind, or the pass fails.
     """
     watches: dict[str, _Watch] = {}
     with left_as_it_was(model):
         with contextlib.ExitStack() as stack:
             for name, block in blocks_of(model).items():
-                watches[name] = watch = _Watch(block.solver, _hands_on_values(block))
+                # Whether it returns what the activation has already been applied to.
+                activated = block.output == "value" if block.link is None else block.link.role != "norm"
+                watches[name] = watch = _Watch(block.solver, activated)
                 stack.callback(setattr, block, "solver", block.solver)
                 block.solver = watch  # type: ignore[assignment]
                 outlet = block if block.link is None else block.link.outlet.module
@@ -123,7 +121,12 @@ def watch_pass(model: nn.Module, batch: Any) -> dict[str, list[Seen]]:
 
 def run_batch(model: nn.Module, batch: Any) -> Any:
     """Returns what a model makes of a batch in its present mode, without gradients; raises as :func:`watch_pass`."""
-    _check_batch(batch)
+    if not (isinstance(batch, (Tensor, tuple, Mapping)) or hasattr(batch, "keys")):
+        hint = " Of a loader's [inputs, targets], pass batch[0]." if isinstance(batch, list) else ""
+        raise RecordError(
+            "Expected a batch that the model's forward takes: a tensor, a tuple of positional arguments or a dict of "
+            f"keyword arguments; found {type(batch).__name__}.{hint}"
+        )
     device = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
     args, kwargs = read_inputs(batch).to(device)
     try:
@@ -134,22 +137,6 @@ def run_batch(model: nn.Module, batch: Any) -> Any:
             f"The forward pass of {type(model).__name__} failed with this batch. Check that model(*batch), or "
             f"model(**batch) for a dict, runs by itself. {type(error).__name__}: {error}"
         ) from error
-
-
-def _hands_on_values(block: SolverBlock) -> bool:
-    """Whether the block returns what the activation has already been applied to."""
-    return block.output == "value" if block.link is None else block.link.role != "norm"
-
-
-def _check_batch(batch: Any) -> None:
-    mapping = isinstance(batch, Mapping) or hasattr(batch, "keys")
-    if isinstance(batch, (Tensor, tuple)) or mapping:
-        return
-    hint = " Of a loader's [inputs, targets], pass batch[0]." if isinstance(batch, list) else ""
-    raise RecordError(
-        "Expected a batch that the model's forward takes: a tensor, a tuple of positional arguments or a dict of "
-        f"keyword arguments; found {type(batch).__name__}.{hint}"
-    )
 
 
 def _deviation(tensor: Any) -> float:

@@ -2,7 +2,7 @@
 
 import torch
 
-from solver_plugins.equilibrium.objectives import potential
+from solver_plugins.equilibrium.problem import potential
 from solver_plugins.equilibrium.solvers import EquilibriumAnderson, settle
 from solver_plugins.errors import NotConvergedWarning, OptionError, warn
 

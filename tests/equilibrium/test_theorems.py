@@ -9,7 +9,7 @@ from torch import nn
 
 from solver_plugins.equilibrium import OptEqLayer, deep_opteq_of, objective, universal_weights
 from solver_plugins.equilibrium.activations import allowed_activation, antiderivative
-from solver_plugins.equilibrium.objectives import potential
+from solver_plugins.equilibrium.problem import potential
 from solver_plugins.errors import NotProximalError, OptionError
 from solver_plugins.prox import PRIORS
 from tests.equilibrium.envelopes import block_objective, envelope, preimage

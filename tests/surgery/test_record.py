@@ -15,8 +15,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 from solver_plugins.surgery import Inputs, RecordError, example_inputs_for, record
-from solver_plugins.surgery.calls import Ref
-from solver_plugins.surgery.record import Record
+from solver_plugins.surgery.record import Record, Ref
 from tests.surgery.models import CHECKPOINTING, MODELS
 from tests.surgery.small import Model
 

@@ -183,6 +183,15 @@ def test_table_fits_and_groups_layers_that_repeat(monkeypatch):
     assert repr(report) == "<Report: VisionTransformer: 50 of 50 layers become proxgd, iters=10>"
 
 
+def test_a_dry_run_counts_the_gate():
+    """A gate keeps one more tensor per iteration, and a product per iteration where the solve would collapse."""
+    model, x = nn.Sequential(nn.Linear(30, 40), nn.ReLU()), torch.zeros(7, 30)
+    reports = [inspect_model(model, "proxgd", 5, example_inputs=x, gate=gate) for gate in (None, "channel")]
+    free, gated = (report.rows[0].memory for report in reports)
+    made = SOLVERS.get("proxgd").from_options(iters=5)
+    assert gated == cost_of(model[0], (7, 30), made, prox_for("relu"), gate="channel").memory // 7 > 1.3 * free
+
+
 def test_the_backward_pass_is_counted():
     """By hand: 400 -> 120 with 256 rows, and the gate's recursion on the weight without a prior."""
     layer, made = nn.Linear(400, 120), SOLVERS.get("proxgd").from_options(iters=10)
