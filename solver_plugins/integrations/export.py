@@ -89,8 +89,8 @@ def export_model(
     """
     if to not in get_args(Format):
         raise ExportError(f"Expected a format of export; found {to!r}.{did_you_mean(str(to), get_args(Format))}")
-    _check(model)
     place, plain = Path(os.path.abspath(path)), to == "plain"
+    _check(model, plain)
     if not plain and (place.is_dir() or (place.exists() and not overwrite)):
         what = "is a folder" if place.is_dir() else "exists; pass overwrite=True to replace it"
         raise SavingError(f"Expected a file to write; {str(path)!r} {what}.")
@@ -122,12 +122,19 @@ def export_model(
     return Exported(place, to, len(blocks_of(made)), found)
 
 
-def _check(model: nn.Module) -> None:
+def _check(model: nn.Module, plain: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ExportError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise ExportError(wrapper.refusal("export"))
+    kinds = {name: f"{type(module).__module__}." for name, module in model.named_modules()}
+    equilibrium = next((name for name, kind in kinds.items() if kind.startswith("solver_plugins.equilibrium.")), None)
+    if plain and equilibrium is not None:
+        raise ExportError(
+            f"Expected a model that has a plain form; {equilibrium!r} is an equilibrium, and no plain layer computes "
+            "the same: export it with to='onnx' or to='pt2'."
+        )
     drawing = [name for name, block in blocks_of(model).items() if block.solver.samples_in_evaluation]
     if drawing:
         raise ExportError(

@@ -377,6 +377,8 @@ import sys, solver_plugins
 assert not {"timm", "transformers", "accelerate", "datasets"} & sys.modules.keys()
 import timm
 assert timm.is_model("solver_plugins")
+made = [type(timm.create_model(name)).__name__ for name in ("solver_lenet", "solver_alexnet")]
+assert made == ["LeNet", "CifarAlexNet"]
 assert "transformers" not in sys.modules
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING
 from solver_plugins.surgery.model_config import QUANT_METHOD
