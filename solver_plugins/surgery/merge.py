@@ -128,8 +128,10 @@ def _obstacle(block: SolverBlock, adapter: nn.Module | None, owners: Counter[int
     weight = next(iter(block._parameters.values()), None)
     if parametrize.is_parametrized(block) or not _is_view(kernel, weight):
         return "its weight is computed from other tensors (a parametrisation, weight standardisation)"
-    if owners[kernel.untyped_storage().data_ptr()] > 1:
-        return "its weight is tied to another one"
+    shifted: Any = block if link is None else folded_norm(link)
+    for what, tensor in (("weight", kernel), ("bias" if link is None else "norm's shift", shifted.bias)):
+        if tensor is not None and owners[tensor.untyped_storage().data_ptr()] > 1:
+            return f"its {what} is tied to another one"
     reason = None if adapter is None else _obstacle_of_adapter(adapter, linked=link is not None)
     return reason if reason is not None or link is None else _obstacle_of_norm(folded_norm(link), link)
 
