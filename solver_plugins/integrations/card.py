@@ -59,9 +59,11 @@ def write_card(
         parts += [_warning(kind), ""]
         (folder / NOTICE).write_text(f"{_warning(kind)} See {CARD}.\n", encoding="utf-8")
     else:
-        library = {"torch": "safetensors.torch"}.get(kind, kind)
-        plain = "It is a plain network: nothing of `solver_plugins` is needed."
-        parts += [f"import {library}", "", own, "```", "", plain]
+        library = f"import {'safetensors.torch' if kind == 'torch' else kind}"
+        ours = kind == "timm" and type(model).__module__.startswith("solver_plugins.")
+        parts += ["import solver_plugins  # for its architecture"] if ours else []
+        parts += [library, "", own, "```"]
+        parts += [] if ours else ["", "It is a plain network: nothing of `solver_plugins` is needed."]
     (folder / CARD).write_text("\n".join(parts).strip() + "\n", encoding="utf-8")
 
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from solver_plugins.blocks import blocks_of
 from solver_plugins.errors import SolverPluginsError, SolverPluginsWarning, did_you_mean, warn
 from solver_plugins.integrations.errors import SavingError
-from solver_plugins.integrations.folder import new_files
+from solver_plugins.integrations.folder import new_file
 from solver_plugins.integrations.saving import save
 from solver_plugins.surgery import merge_model
 from solver_plugins.surgery.inputs import Inputs, example_inputs_for, read_inputs
@@ -89,27 +89,31 @@ def export_model(
     """
     if to not in get_args(Format):
         raise ExportError(f"Expected a format of export; found {to!r}.{did_you_mean(str(to), get_args(Format))}")
-    _check(model)
-    place = Path(os.path.abspath(path))
-    if to == "plain":
-        return _export_plain(model, place, example_inputs, overwrite)
-    if place.is_dir() or (place.exists() and not overwrite):
+    place, plain = Path(os.path.abspath(path)), to == "plain"
+    _check(model, plain)
+    if not plain and (place.is_dir() or (place.exists() and not overwrite)):
         what = "is a folder" if place.is_dir() else "exists; pass overwrite=True to replace it"
         raise SavingError(f"Expected a file to write; {str(path)!r} {what}.")
-    made = copy.deepcopy(model).cpu().eval()
+    made = copy.deepcopy(model).eval()
+    made = made if plain else made.cpu()
     inputs = example_inputs_for(made) if example_inputs is None else read_inputs(example_inputs)
-    inputs = Inputs(*inputs.to(torch.device("cpu")))
+    inputs = Inputs(*inputs.to(next((one.device for one in made.parameters()), torch.device("cpu"))))
     batch = _batch_of(inputs)
-    tried = [inputs] if batch is None or not dynamic_batch else [inputs, _resized(inputs)]
+    tried = [inputs] if plain or batch is None or not dynamic_batch else [inputs, _resized(inputs)]
     with torch.no_grad():
         expected = [_expected(made, one) for one in tried]
         if blocks_of(made):
             # A plain layer is the smallest program of a block that has one.
-            merge_model(made, strict=False)
+            merge_model(made, strict=plain)
+        if plain:
+            found = {batch or 0: _difference(_expected(made, inputs), expected[0])}
+            _judge(found, made)
+            save(made, place, overwrite=overwrite)
+            return Exported(place, to, 0, found)
         for block in blocks_of(made).values():
             block.cache_gram()
         program = _program(made, inputs, batch if dynamic_batch else None)
-    with new_files(place) as temporary:
+    with new_file(place) as temporary:
         run = _write_onnx(program, temporary) if to == "onnx" else _write_pt2(program, temporary)
         sizes = [_batch_of(one) or 0 for one in tried]
         cases = zip(sizes, tried, expected, strict=True)
@@ -118,31 +122,19 @@ def export_model(
     return Exported(place, to, len(blocks_of(made)), found)
 
 
-def _export_plain(model: nn.Module, place: Path, example_inputs: Any, overwrite: bool) -> Exported:
-    training = [(module, module.training) for module in model.modules()]
-    made = copy.deepcopy(model).eval()
-    if blocks_of(made):
-        merge_model(made)
-    inputs = example_inputs_for(made) if example_inputs is None else read_inputs(example_inputs)
-    device = next((one.device for one in made.parameters()), torch.device("cpu"))
-    inputs = Inputs(*inputs.to(device))
-    try:
-        expected = _expected(model.eval(), inputs)
-    finally:
-        for module, mode in training:
-            module.training = mode
-    found = {_batch_of(inputs) or 0: _difference(_expected(made, inputs), expected)}
-    _judge(found, made)
-    save(made, place, overwrite=overwrite)
-    return Exported(place, "plain", 0, found)
-
-
-def _check(model: nn.Module) -> None:
+def _check(model: nn.Module, plain: bool) -> None:
     if not isinstance(model, nn.Module):
         raise ExportError(f"Expected a torch.nn.Module; found {type(model).__name__}.")
     wrapper = wrapper_of(model)
     if wrapper is not None:
         raise ExportError(wrapper.refusal("export"))
+    kinds = {name: f"{type(module).__module__}." for name, module in model.named_modules()}
+    equilibrium = next((name for name, kind in kinds.items() if kind.startswith("solver_plugins.equilibrium.")), None)
+    if plain and equilibrium is not None:
+        raise ExportError(
+            f"Expected a model that has a plain form; {equilibrium!r} is an equilibrium, and no plain layer computes "
+            "the same: export it with to='onnx' or to='pt2'."
+        )
     drawing = [name for name, block in blocks_of(model).items() if block.solver.samples_in_evaluation]
     if drawing:
         raise ExportError(
@@ -162,13 +154,11 @@ def _has_batch(leaf: Any) -> bool:
 
 def _resized(inputs: Inputs) -> Inputs:
     """Returns inputs with one sample more, in another order."""
-    return Inputs(
-        *pytree.tree_map_only(
-            Tensor,
-            lambda one: torch.cat([one.flip(0), one[:1]]) if _has_batch(one) else one,
-            (inputs.args, inputs.kwargs),
-        )
-    )
+
+    def longer(leaf: Any) -> Any:
+        return torch.cat([leaf.flip(0), leaf[:1]]) if _has_batch(leaf) else leaf
+
+    return Inputs(*pytree.tree_map(longer, (inputs.args, inputs.kwargs)))
 
 
 def _outputs(returned: Any) -> list[Tensor]:

@@ -38,13 +38,7 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool) -> Iterator[Path
     """
     place = Path(os.path.abspath(folder))
     _check(place, overwrite)
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        # A sibling: a rename is only atomic within one file system.
-        made = Path(tempfile.mkdtemp(prefix=f".{place.name}.new-", dir=place.parent))
-    except OSError as error:
-        why = f"no folder can be made in {str(place.parent)!r} ({error.strerror})"
-        raise SavingError(f"Cannot save to {str(folder)!r}: {why}.") from error
+    made = _temporary(place, "new", "folder")
     try:
         yield made
         for file in (path for path in made.rglob("*") if path.is_file()):
@@ -60,31 +54,12 @@ def new_folder(folder: str | os.PathLike[str], overwrite: bool) -> Iterator[Path
 
 @contextmanager
 def new_file(place: Path) -> Iterator[Path]:
-    """Gives a temporary path to write to, which becomes the file ``place`` once it is written and on the disk.
-
-    After an error there is what was there before. The path has the ending of ``place``, which may say the format.
-    """
-    # A sibling: a rename is only atomic within one file system.
-    made = place.with_name(f".{place.stem}.{os.getpid()}{place.suffix}")
-    try:
-        yield made
-        _flush(made)
-        os.replace(made, place)
-    finally:
-        made.unlink(missing_ok=True)
-
-
-@contextmanager
-def new_files(place: Path) -> Iterator[Path]:
     """Gives a temporary path with the name of ``place``, beside which other files may be written, too.
 
-    All of them move to the folder of ``place`` once they are written and on the disk, ``place`` itself at last.
+    All of them move to the folder of ``place`` once they are written and on the disk, ``place`` itself at last. After
+    an error there is what was there before; SavingError if no file can be made there.
     """
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f".{place.name}.new-", dir=place.parent))
-    except OSError as error:
-        raise SavingError(f"Cannot save to {str(place)!r}: no file can be made there ({error.strerror}).") from error
+    made = _temporary(place, "new", "file")
     try:
         yield made / place.name
         for file in sorted(made.iterdir(), key=lambda file: file.name == place.name):
@@ -103,6 +78,16 @@ def existing_folder(folder: str | os.PathLike[str]) -> Path:
     aside = sorted(place.parent.glob(f".{place.name}.old-*")) if place.parent.is_dir() else []
     hint = f" A save was interrupted: the model is in {aside[-1]}; rename that folder." if aside else ""
     raise LoadingError(f"Expected the folder of a saved model; there is none at {str(folder)!r}.{hint}")
+
+
+def _temporary(place: Path, why: str, what: str) -> Path:
+    """Makes a folder beside a place: a rename is only atomic within one file system."""
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix=f".{place.name}.{why}-", dir=place.parent))
+    except OSError as error:
+        found = f"no {what} can be made in {str(place.parent)!r} ({error.strerror})"
+        raise SavingError(f"Cannot save to {str(place)!r}: {found}.") from error
 
 
 def _check(place: Path, overwrite: bool) -> None:
@@ -127,7 +112,7 @@ def _replace(place: Path, made: Path) -> None:
     if not place.exists() or not any(place.iterdir()):
         os.replace(made, place)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f".{place.name}.old-", dir=place.parent))
+    aside = _temporary(place, "old", "folder")
     # Two renames, since no folder can be renamed onto a full one; an error between them is undone.
     os.replace(place, aside)
     try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from solver_plugins.errors import SolverPluginsError
+from solver_plugins.integrations.errors import SavingError
 from solver_plugins.integrations.folder import new_file
 from solver_plugins.shipped import shipped_folders
 
@@ -44,9 +45,9 @@ class Hunk:
         side, line = ("before", self.after[0]) if self.after else ("after", self.before[-1])
         return f"{side} the line {line.decode('utf-8', 'replace').strip()!r}"
 
-    def found_in(self, lines: list[bytes], *, inserted: bool) -> list[int]:
-        """Returns every place of the lines in a text that has their context, with them or without them."""
-        middle = self.lines if inserted else ()
+    def found_in(self, content: bytes, *, inserted: bool) -> list[int]:
+        """Returns every place of the lines in a script that has their context, with them or without them."""
+        lines, middle = content.splitlines(), self.lines if inserted else ()
         wanted = [*self.before, *middle, *self.after]
         ends = range(len(lines) - len(wanted) + 1)
         return [place + len(self.before) for place in ends if lines[place : place + len(wanted)] == wanted]
@@ -135,7 +136,7 @@ def apply_patch(file: str | Path, folder: Path | None = None) -> Patched:
     place, content = _read(file)
     patches = list_patches(folder)
     for patch in patches:
-        there = [bool(hunk.found_in(_lines(content), inserted=True)) for hunk in patch.hunks]
+        there = [bool(hunk.found_in(content, inserted=True)) for hunk in patch.hunks]
         if all(there):
             raise PatchError(f"{str(file)!r} is patched already, with {patch.name!r}. Nothing to do.")
         if any(there):
@@ -151,7 +152,7 @@ def apply_patch(file: str | Path, folder: Path | None = None) -> Patched:
             )
         raise PatchError(f"{str(file)!r} is not a {named[0].label} that can be patched: {obstacles[named[0].name]}. "
                          f"{_INSTEAD}")  # fmt: skip
-    made = insert(content, patch_)
+    made = changed(content, patch_, insert=True)
     for text, what in ((content, "as it is"), (made, f"with the patch {patch_.name!r}")):
         try:
             compile(text, str(file), "exec", dont_inherit=True)
@@ -176,7 +177,7 @@ def revert_patch(file: str | Path, folder: Path | None = None) -> Patched:
     place, content = _read(file)
     patches = list_patches(folder)
     for patch in patches:
-        there = [len(hunk.found_in(_lines(content), inserted=True)) for hunk in patch.hunks]
+        there = [len(hunk.found_in(content, inserted=True)) for hunk in patch.hunks]
         if not any(there):
             continue
         if there != [1] * len(there):
@@ -184,8 +185,8 @@ def revert_patch(file: str | Path, folder: Path | None = None) -> Patched:
                 f"{str(file)!r} holds {sum(map(bool, there))} of the {len(there)} insertions of {patch.name!r} as they "
                 "were made. Undo your changes to the others, or remove the lines of the patch by hand."
             )
-        made = take_out(content, patch)
-        if insert(made, patch) != content:
+        made = changed(content, patch, insert=False)
+        if changed(made, patch, insert=True) != content:
             raise PatchError(f"{str(file)!r}: {patch.name!r} cannot be taken out without a change of other lines.")
         _write(place, made)
         return Patched(patch, patch.tested.get(_hash(made)))
@@ -194,30 +195,20 @@ def revert_patch(file: str | Path, folder: Path | None = None) -> Patched:
     )
 
 
-def insert(content: bytes, patch: Patch) -> bytes:
-    """Returns a script with the lines of a patch, which have its own line ends."""
-    lines, bare = content.splitlines(keepends=True), _lines(content)
-    places = [hunk.found_in(bare, inserted=False)[0] for hunk in patch.hunks]
+def changed(content: bytes, patch: Patch, *, insert: bool) -> bytes:
+    """Returns a script with the lines of a patch, which get its own line ends, or a patched one without them."""
+    lines = content.splitlines(keepends=True)
     end = b"\r\n" if lines and lines[0].endswith(b"\r\n") else b"\n"
-    for place, hunk in sorted(zip(places, patch.hunks, strict=True), key=lambda pair: -pair[0]):
-        lines[place:place] = [line + end for line in hunk.lines]
-    return b"".join(lines)
-
-
-def take_out(content: bytes, patch: Patch) -> bytes:
-    """Returns a patched script without the lines of its patch."""
-    lines, bare = content.splitlines(keepends=True), _lines(content)
-    places = [hunk.found_in(bare, inserted=True)[0] for hunk in patch.hunks]
-    for place, hunk in sorted(zip(places, patch.hunks, strict=True), key=lambda pair: -pair[0]):
-        del lines[place : place + len(hunk.lines)]
+    places = [(hunk.found_in(content, inserted=not insert)[0], hunk.lines) for hunk in patch.hunks]
+    for place, inside in sorted(places, key=lambda pair: -pair[0]):
+        lines[place : place + len(inside) * (not insert)] = [line + end for line in inside] * insert
     return b"".join(lines)
 
 
 def _obstacle(content: bytes, patch: Patch) -> str | None:
     """Says which insertion of a patch has no place in a script, or several; None where all have one."""
-    lines = _lines(content)
     for hunk in patch.hunks:
-        count = len(hunk.found_in(lines, inserted=False))
+        count = len(hunk.found_in(content, inserted=False))
         if count != 1:
             return f"the place {hunk.place} is " + ("not there" if not count else f"there {count} times")
     return None
@@ -256,10 +247,6 @@ def _hunks(lines: list[bytes], name: str) -> tuple[Hunk, ...]:
     return tuple(hunks)
 
 
-def _lines(content: bytes) -> list[bytes]:
-    return content.splitlines()
-
-
 def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
@@ -279,5 +266,6 @@ def _write(place: Path, content: bytes) -> None:
         with new_file(place) as made:
             made.write_bytes(content)
             shutil.copymode(place, made)
-    except OSError as error:
-        raise PatchError(f"Cannot write {str(place)!r}: {error.strerror}. It is as it was.") from None
+    except (OSError, SavingError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise PatchError(f"Cannot write {str(place)!r}: {why}. It is as it was.") from None

@@ -14,10 +14,10 @@ from solver_plugins.integrations.heads import HeadRecord
 from solver_plugins.prox import PRIORS
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery import Conversion, apply_conversion
+from solver_plugins.surgery.conversion import ROWS
 
 TENSORS = "solver_plugins.safetensors"
 """The file with what was calibrated, beside the conversion."""
-_ROWS = ("gain", "shift", "gates")
 
 
 def read_conversion(data: Any, source: str) -> Conversion:
@@ -55,7 +55,7 @@ def take_tensors(conversion: dict[str, Any]) -> dict[str, Tensor]:
     """Takes gains, shifts and gates out of a written conversion, and returns them as tensors by layer."""
     tensors: dict[str, Tensor] = {}
     for block in conversion.get("blocks", ()):
-        for name in _ROWS:
+        for name in ROWS:
             row = block.pop(name, None)
             if row is not None:
                 exact = torch.tensor(row, dtype=torch.float64)
@@ -77,7 +77,7 @@ def with_tensors(data: Any, source: str, read: Callable[[], dict[str, Tensor]]) 
         raise LoadingError(f"{TENSORS} is not the one that {source} was saved with: it holds other tensors.")
     blocks = data["conversion"]["blocks"] if isinstance(data.get("conversion"), dict) else []
     for block in blocks if isinstance(blocks, list) else []:
-        for name in _ROWS:
+        for name in ROWS:
             row = tensors.get(f"{block.get('layer')}.{name}") if isinstance(block, dict) else None
             if row is not None:
                 block[name] = row.tolist()

@@ -114,16 +114,15 @@ def load(folder: str | os.PathLike[str], model: nn.Module | None = None) -> nn.M
     place = existing_folder(folder)
     source = repr(str(folder))
     if (place / CONVERSION).is_file():
+        data = _read_json(place / CONVERSION)
         if model is None and (place / CONFIG).is_file():
             from solver_plugins.integrations.transformers import build_plain as build_transformers
 
             model = build_transformers(place, _read_json(place / CONFIG))
-            return _load_into(model, place, _read_json(place / CONVERSION), source)
         if model is None:
-            data = _read_json(place / CONVERSION)
             label = data.get("model", "a module") if isinstance(data, dict) else "a module"
             raise LoadingError(f"{source} holds weights of {label}: build one and pass it, load(folder, model=...).")
-        return _load_into(model, place, _read_json(place / CONVERSION), source)
+        return _load_into(model, place, data, source)
     if not (place / CONFIG).is_file():
         raise LoadingError(f"{source} holds neither {CONFIG} nor {CONVERSION}: it is not the folder of a saved model.")
     config = _read_json(place / CONFIG)
@@ -183,24 +182,16 @@ def _load_into(model: nn.Module, place: Path, data: Any, source: str) -> nn.Modu
 
 def _snapshot(model: nn.Module) -> Callable[[], None]:
     """Returns a function that puts a model's tensors and modes back to what they are now."""
-    parameters = [(parameter, parameter.data, parameter.detach().clone()) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, None if buffer is None else buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-    ]
-    training = [(module, module.training) for module in model.modules()]
+    modules = [(module, module.training, dict(module._buffers)) for module in model.modules()]
+    tensors = [(one, one.data, one.detach().clone()) for one in (*model.parameters(), *model.buffers())]
 
     def put_back() -> None:
-        for parameter, data, value in parameters:
-            parameter.data = data.copy_(value)
-        for module, name, buffer, copy in buffers:
-            # A cast gives a module new buffers, and its Parameters new data.
-            module._buffers[name] = buffer
-            if buffer is not None and copy is not None:
-                buffer.copy_(copy)
-        for module, mode in training:
+        for one, data, value in tensors:
+            # A cast gives Parameters new data, and modules new buffers.
+            one.data = data.copy_(value)
+        for module, mode, buffers in modules:
             module.training = mode
+            module._buffers.update(buffers)
 
     return put_back
 

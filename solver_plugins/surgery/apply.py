@@ -147,7 +147,7 @@ def note_conversion(model: nn.Module) -> None:
 
 def _written(model: nn.Module) -> dict[str, Any]:
     try:
-        return conversion_of(model).options()
+        return conversion_of(model).short()
     except ConversionError as error:
         # It works, but cannot be saved; loading what is saved all the same must fail, not give a plain network.
         return {"unwritable": str(error)}

@@ -1,10 +1,12 @@
 """A conversion as data: enough to convert a plain model without walking it."""
 
+import base64
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import numpy as np
 import pydantic
 from pydantic import Field
 
@@ -17,6 +19,8 @@ from solver_plugins.surgery.spec import ConversionSpec
 FORMAT: Literal[2] = 2
 """Version of the written form. Version 1 called the outlet of a block its host, and held no spec."""
 Role = Literal["layer", "norm", "norm-activation", "activation"]
+ROWS = ("gain", "shift", "gates")
+"""The fields of a block with a number for each output feature."""
 
 
 class BlockRecord(StrictConfig):
@@ -44,6 +48,12 @@ class BlockRecord(StrictConfig):
     gates: tuple[float, ...] | None = Field(None, description="Its numbers; null for a closed one.")
     gain: tuple[float, ...] | None = Field(None, description="Calibrated factors, one per output feature.")
     shift: tuple[float, ...] | None = Field(None, description="What is added to them, one per output feature.")
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _rows_from_text(cls, data: Any) -> Any:
+        texts = {name: data[name] for name in ROWS if isinstance(data.get(name), str)} if isinstance(data, dict) else {}
+        return {**data, **{name: _row_from(text) for name, text in texts.items()}} if texts else data
 
     def make_prior(self) -> Prior:
         assert self.prior is not None
@@ -89,6 +99,29 @@ class Conversion(StrictConfig):
             if block.prior is None:
                 raise ConversionError(f"{block.layer}: its prior has no registered name, so it cannot be written down.")
         return super().options()
+
+    def short(self) -> dict[str, Any]:
+        """Returns the same with rows of numbers as texts, which :meth:`parse` reads, too."""
+        data = self.options()
+        for block in data["blocks"]:
+            block.update({name: _text_of(block[name]) for name in ROWS if block[name] is not None})
+        return data
+
+
+def _text_of(row: list[float]) -> str:
+    exact = np.array(row, "<f8")
+    short = exact.astype("<f4")
+    kept, kind = (short, "float32") if np.array_equal(short.astype("<f8"), exact) else (exact, "float64")
+    return f"{kind}:{base64.b64encode(kept.tobytes()).decode()}"
+
+
+def _row_from(text: str) -> tuple[float, ...]:
+    kind, _, numbers = text.partition(":")
+    try:
+        dtype = {"float32": "<f4", "float64": "<f8"}[kind]
+        return tuple(np.frombuffer(base64.b64decode(numbers, validate=True), dtype).tolist())
+    except (KeyError, ValueError):
+        raise ValueError(f"expected numbers, or 'float32:' or 'float64:' and base64; found {text[:20]!r}") from None
 
 
 def record_block(

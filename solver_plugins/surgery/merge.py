@@ -64,12 +64,12 @@ def merge_model(model: nn.Module, strict: bool = True) -> nn.Module:
     blocks = blocks_of(model)
     if not blocks:
         raise ConversionError(f"Expected a converted model; found {type(model).__name__} without a solver block.")
-    owners, parents = Counter(_places_of_weights(model)), _parents(model)
+    owners = Counter(_places_of_weights(model))
+    adapters = {id(inside): one for one in model.modules() if (inside := one._modules.get("base_layer")) is not None}
     merged: dict[SolverBlock, Merged] = {}
     refused: dict[str, str] = {}
     for name, block in blocks.items():
-        reason = _obstacle(block, parents.get(id(block), ()), owners)
-        found = _merged(block) if reason is None else reason
+        found = _obstacle(block, adapters.get(id(block)), owners) or _merged(block)
         if isinstance(found, str):
             refused[name] = found
         else:
@@ -102,18 +102,10 @@ def _places_of_weights(model: nn.Module) -> Iterator[int]:
                 yield parameter.untyped_storage().data_ptr()
 
 
-def _parents(model: nn.Module) -> dict[int, list[nn.Module]]:
-    found: dict[int, list[nn.Module]] = {}
-    for parent in model.modules():
-        for child in parent._modules.values():
-            found.setdefault(id(child), []).append(parent)
-    return found
-
-
-def _obstacle(block: SolverBlock, parents: Any, owners: Counter[int]) -> str | None:
+def _obstacle(block: SolverBlock, adapter: nn.Module | None, owners: Counter[int]) -> str | None:
     """Says why a block cannot become a plain layer; None where it can, as far as that is known without its solution."""
     solver, link = block.solver, block.link
-    kernel, layer = block._kernel_at_rest().detach(), link.layer.module if link is not None else block
+    kernel = block._kernel_at_rest().detach()
     if not block._in_reach(kernel):
         return "its weight has no values here (it is on the meta device, or a shard)"
     if block.computes_its_layer and block.output == "argument":
@@ -136,19 +128,18 @@ def _obstacle(block: SolverBlock, parents: Any, owners: Counter[int]) -> str | N
     weight = next(iter(block._parameters.values()), None)
     if parametrize.is_parametrized(block) or not _is_view(kernel, weight):
         return "its weight is computed from other tensors (a parametrisation, weight standardisation)"
-    if owners[kernel.untyped_storage().data_ptr()] > 1:
-        return "its weight is tied to another one"
-    for parent in parents if link is None else [*parents, layer]:
-        if parent is not block and hasattr(parent, "base_layer"):
-            reason = _obstacle_of_adapter(parent, linked=link is not None)
-            if reason is not None:
-                return reason
-    return None if link is None else _obstacle_of_norm(folded_norm(link), link)
+    shifted: Any = block if link is None else folded_norm(link)
+    for what, tensor in (("weight", kernel), ("bias" if link is None else "norm's shift", shifted.bias)):
+        if tensor is not None and owners[tensor.untyped_storage().data_ptr()] > 1:
+            return f"its {what} is tied to another one"
+    reason = None if adapter is None else _obstacle_of_adapter(adapter, linked=link is not None)
+    return reason if reason is not None or link is None else _obstacle_of_norm(folded_norm(link), link)
 
 
 def _is_view(kernel: Tensor, weight: Tensor | None) -> bool:
-    same = weight is not None and kernel.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-    return same and weight is not None and kernel.numel() == weight.numel()
+    if weight is None or kernel.numel() != weight.numel():
+        return False
+    return kernel.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
 
 
 def _obstacle_of_adapter(adapter: Any, linked: bool) -> str | None:

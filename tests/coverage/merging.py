@@ -1,20 +1,25 @@
 """Merges the affine blocks of many models, and loads them where this package is not installed.
 
-    python -m tests.coverage.merging [--all] [--filter GLOB]
+    python -m tests.coverage.merging [--all] [--filter GLOB] [--seconds S] [--output FILE]
 
 Without ``--all`` it is the sample of CI. Each line is a model: how many of its blocks are merged, and how far its
-outputs lie apart. Then the plain libraries load them, in a process that cannot import ``solver_plugins``.
+outputs lie apart. Then the plain libraries load them, in a process that cannot import ``solver_plugins``. A run
+continues where the last one stopped: models that ``--output`` holds already are left out.
 """
 
 import argparse
 import contextlib
+import datetime
 import fnmatch
 import importlib
+import itertools
 import json
+import math
 import pathlib
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +34,8 @@ from solver_plugins.blocks import blocks_of
 from solver_plugins.blocks.shell import Shell
 from solver_plugins.surgery import ConversionError
 from tests.coverage import passes
-from tests.coverage.result import Case, CheckError
-from tests.coverage.run import Task
+from tests.coverage.result import Case, CheckError, NotBuiltError, NotFedError, told
+from tests.coverage.run import Task, append, done, still_to_do, versions, when_and_with_what
 from tests.coverage.sample import tasks
 from tests.coverage.weights import fill_weights, measured_statistics
 
@@ -40,6 +45,10 @@ ITERS = 2
 """A random network is blown up by many iterations, and rounding with it."""
 SEVERAL = 20
 """How many models one other process loads."""
+
+
+class NotRunError(Exception):
+    """The plain model does not run here, or gives numbers that are not finite."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +77,19 @@ def merged(task: Task) -> Merged:
 
     Raises:
         CheckError: If the outputs lie too far apart, or a merged layer is not of its plain class.
+        NotRunError: If the plain model does not run.
     """
     case = importlib.import_module(f"tests.coverage.{task.library}_models").case(task.name, task.family)
     model = case.model or case.build()
     fill_weights(model)
-    with measured_statistics(model), torch.no_grad():
-        passes.train(model, case.inputs)
+    try:
+        with measured_statistics(model), torch.no_grad():
+            passes.train(model, case.inputs)
+        finite = passes.all_finite(passes.evaluate(model, case.inputs))
+    except Exception as error:
+        raise NotRunError(told(error)) from error
+    if not finite:
+        raise NotRunError("outputs of the plain model are not finite")
     kinds = {name: type(module) for name, module in model.named_modules()}
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     example = case.inputs if case.native is not None or case.given else None
@@ -144,38 +160,86 @@ def loaded(folders: Sequence[pathlib.Path]) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    """Runs all models and ends with an error if one fails."""
+def main() -> int:
+    """Runs the models that are left, prints what all results say, and returns 1 if a model fails."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--all", action="store_true", help="All models in place of the sample of CI.")
+    parser.add_argument("--all", action="store_true", help="all models in place of the sample of CI")
     parser.add_argument("--filter", metavar="GLOB", default="*", help="only names like this")
-    options, failed, several, plain = parser.parse_args(), 0, 0, 0
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin with no further model after this time")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("runs/merging.jsonl"), help="results (%(default)s)"
+    )
+    options, start = parser.parse_args(), time.monotonic()
     warnings.simplefilter("ignore")
+    found = [tasks([library], None if options.all else "ci") for library in ("timm", "transformers")]
+    # One of each library in turn, so that what a run that was stopped has done is a sample of all.
+    turns = [task for pair in itertools.zip_longest(*found) for task in pair if task is not None]
+    chosen = [task for task in turns if fnmatch.fnmatch(task.name, options.filter)]
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    left = iter(still_to_do(chosen, options.output, retry_failed=False))
+    while several := [task for task in itertools.islice(left, SEVERAL) if time.monotonic() - start < options.seconds]:
+        for row in rows_of(several):
+            print(f"{row['name']}: {row['merged']} of {row['blocks']} blocks merged{_how(row)}", flush=True)
+            append(options.output, row)
+    rows = [row for task in chosen if (row := done(options.output).get((task.library, task.name)))]
+    print(summary(rows, len(chosen)))
+    return int(any(row["failures"] for row in rows))
+
+
+def rows_of(several: Sequence[Task]) -> list[dict[str, Any]]:
+    """Merges some models, loads them elsewhere, and returns a result for each."""
+    made_with, rows = {"date": datetime.date.today().isoformat(), "versions": versions()}, []
     with tempfile.TemporaryDirectory() as place:
         folders: list[pathlib.Path] = []
-        found = [task for task in tasks(["timm", "transformers"], None if options.all else "ci")]
-        found = [task for task in found if fnmatch.fnmatch(task.name, options.filter)]
-        for number, task in enumerate(found):
+        for task in several:
+            row = {"library": task.library, "name": task.name, "blocks": 0, "merged": 0, "error": 0.0, **made_with}
+            row |= {"loaded": None, "failures": {}, "foreign": None}
+            rows.append(row)
             try:
                 one = merged(task)
-                several += 1
-                print(f"{task.name}: {one.merged} of {one.blocks} blocks merged, {one.error:.1e} apart", flush=True)
+                row |= {"blocks": one.blocks, "merged": one.merged, "error": one.error}
                 if one.model is not None:
                     folders.append(pathlib.Path(place) / task.name)
                     write(one, folders[-1])
-                if folders and (len(folders) == SEVERAL or number == len(found) - 1):
-                    apart = loaded(folders)
-                    plain += len(apart)
-                    print(
-                        f"{len(apart)} loaded by their libraries: at most {max(apart.values()):.1e} apart", flush=True
-                    )
-                    folders = []
+            except (NotBuiltError, NotFedError, NotRunError) as error:
+                row["foreign"] = told(error)
             except Exception as error:
-                failed += 1
-                print(f"{task.name}: FAILED, {type(error).__name__}: {error}", flush=True)
-    print(f"{several} of {len(found)} models merged, {plain} loaded without this package, {failed} failed.")
-    raise SystemExit(min(failed, 1))
+                row["failures"] = {"merged": told(error)}
+        try:
+            apart = loaded(folders) if folders else {}
+        except CheckError:
+            apart = {}
+        for row in rows:
+            folder = pathlib.Path(place) / row["name"]
+            if folder in folders:
+                try:
+                    row["loaded"] = apart[row["name"]] if apart else loaded([folder])[row["name"]]
+                except CheckError as error:
+                    row["failures"]["loaded"] = told(error)
+    return rows
+
+
+def summary(rows: Sequence[dict[str, Any]], asked: int) -> str:
+    """Returns what some results say, in a few lines."""
+    whole = [row for row in rows if row["merged"]]
+    errors = [row["error"] for row in whole] + [row["loaded"] or 0.0 for row in whole]
+    made_with, when = when_and_with_what(list(rows))
+    lines = [
+        f"{len(rows)} of {asked} models, {when}, {', '.join(' '.join(pair) for pair in sorted(made_with.items()))}",
+        f"{len(whole)} have affine blocks: {sum(row['merged'] for row in whole)} of "
+        f"{sum(row['blocks'] for row in whole)} blocks merged, outputs at most {max(errors, default=0.0):.1e} apart",
+        f"{sum(row['loaded'] is not None for row in rows)} loaded without this package",
+        f"{sum(row['foreign'] is not None for row in rows)} do not run here as plain models",
+        f"{sum(bool(row['failures']) for row in rows)} failed",
+    ]
+    return "\n".join([*lines, *(f"  {row['name']}: {row['failures']}" for row in rows if row["failures"])])
+
+
+def _how(row: dict[str, Any]) -> str:
+    if row["foreign"] or row["failures"]:
+        return f": {row['foreign'] or row['failures']}"
+    return f", {row['error']:.1e} apart" + ("" if row["loaded"] is None else f", {row['loaded']:.1e} elsewhere")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,8 +1,5 @@
 """LeNet and AlexNet of the paper as timm models."""
 
-import subprocess
-import sys
-
 import pytest
 import timm
 import torch
@@ -15,12 +12,6 @@ from solver_plugins.errors import OptionError, ShapeError
 STRICT = {"d-d": ["fc1", "fc2"], "d-nd": ["fc1"], "nd-d": ["fc2"]}
 """The strict blocks of each variant of Table 2."""
 NAMES = ("solver_lenet", "solver_alexnet")
-
-
-def test_known_to_timm():
-    code = f"import solver_plugins, timm; print(*(type(timm.create_model(name)).__name__ for name in {NAMES}))"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout.split() == ["LeNet", "CifarAlexNet"]
 
 
 @pytest.mark.parametrize("variant", STRICT)

@@ -15,6 +15,7 @@ from solver_plugins import attach_opteq_head, convert_model, export_model, gates
 from solver_plugins.cli import main
 from solver_plugins.errors import UnsupportedLayerError
 from solver_plugins.integrations import SavingError
+from solver_plugins.integrations.architectures import OptEqNet
 from solver_plugins.integrations.export import ExportError
 from solver_plugins.surgery import ConversionError
 from tests.integrations.cases import hugging_face_inputs, hugging_face_model, timm_model
@@ -134,6 +135,10 @@ def test_a_plain_network(tmp_path):
     model, _ = made("lenet", "proxgd")
     with pytest.raises(ConversionError, match=r"fc1: its activation is part of the solver"):
         export_model(model, tmp_path / "other", "plain")
+    for model, name in ((attach_opteq_head(lenet(), hidden=8), "fc"), (OptEqNet(state=4, hidden=(4,)), "equilibrium")):
+        with pytest.raises(ExportError, match=f"'{name}' is an equilibrium"):
+            export_model(model, tmp_path / "other", "plain", example_inputs=torch.randn(2, 3, 32, 32))
+    assert not (tmp_path / "other").exists()
 
 
 def test_what_cannot_be_exported(tmp_path):

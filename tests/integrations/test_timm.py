@@ -142,6 +142,10 @@ def test_plain_models(tmp_path):
         assert type(again) is type(plain) and torch.equal(again(x), plain(x))
         other = timm.create_model(f"local-dir:{tmp_path / folder}", pretrained=True).eval()
         assert torch.equal(other(x), plain(x))
+    assert "nothing of `solver_plugins` is needed" in (tmp_path / "ours" / "README.md").read_text()
+    save(timm.create_model("solver_lenet"), tmp_path / "lenet")
+    card = (tmp_path / "lenet" / "README.md").read_text()
+    assert "import solver_plugins  # for its architecture\n" in card and "nothing of" not in card
     # A converted model whose conversion was lost is not a plain one.
     config = json.loads((tmp_path / "ours" / "config.json").read_text())
     config["architecture"] = ARCHITECTURE

@@ -214,6 +214,14 @@ def test_gains_and_blends_of_today(saved, tmp_path):
         one.save_pretrained(tmp_path / name)
         assert torch.equal(output(load(tmp_path / name), inputs), output(one, inputs))
     assert not torch.equal(output(model, inputs), output(twin, inputs))
+    # ``save_pretrained`` has the config alone for them: a row is one short text there, not a line for each number.
+    written = json.loads((tmp_path / "model" / "config.json").read_text())["quantization_config"]["conversion"]
+    rows = {block["layer"]: block["gain"] for block in written["blocks"]}
+    sizes = {name: 8 * len(model.get_submodule(name).channel_gain) for name in rows}
+    assert all(isinstance(row, str) and len(row) < sizes[name] + 20 for name, row in rows.items())
+    written["blocks"][0]["gain"] = "float32:?"
+    with pytest.raises(LoadingError, match="'float32:'"):
+        SolverPluginsConfig(written)
     config = copy.deepcopy(model.config)
     again = type(model).from_pretrained(tmp_path / "model", config=config)
     assert torch.equal(output(again, inputs), output(model, inputs))
@@ -377,6 +385,8 @@ import sys, solver_plugins
 assert not {"timm", "transformers", "accelerate", "datasets"} & sys.modules.keys()
 import timm
 assert timm.is_model("solver_plugins")
+made = [type(timm.create_model(name)).__name__ for name in ("solver_lenet", "solver_alexnet")]
+assert made == ["LeNet", "CifarAlexNet"]
 assert "transformers" not in sys.modules
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING
 from solver_plugins.surgery.model_config import QUANT_METHOD

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from solver_plugins import convert_model, refresh_steps, revert_model
+from solver_plugins import convert_model, merge_model, refresh_steps, revert_model
 from solver_plugins.blocks import SolverBlock
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import ConversionError
@@ -185,8 +185,9 @@ def refuse_sharded(rank):
 def revert_sharded(rank):
     """Promise 4, FSDP2: layers keep the class that sharding gave them."""
     made = shard(perceptron(), "layers")
-    with pytest.raises(ConversionError, match="sharded"):
-        revert_model(made)
+    for way in (revert_model, merge_model):
+        with pytest.raises(ConversionError, match="sharded"):
+            way(made)
     assert all(isinstance(made[index], FSDPModule) for index in (0, 2, 5, 7))
 
 

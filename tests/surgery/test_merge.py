@@ -212,6 +212,11 @@ def test_shifts_skips_ties_and_computed_weights_are_refused():
     tied.other.weight = tied.last.weight
     with pytest.raises(ConversionError, match="last: its weight is tied to another one"):
         merge_model(tied)
+    tied = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+    tied[2].bias = tied[0].bias
+    convert_model(tied, "proxgd", 4, targets=["0"], pattern="all", example_inputs=x)
+    with pytest.raises(ConversionError, match="0: its bias is tied to another one"):
+        merge_model(tied)
     computed = Affine()
     nn.utils.parametrizations.weight_norm(computed.last)
     convert_model(computed, "proxgd", 4, targets=["last"], pattern="all", example_inputs=x)
