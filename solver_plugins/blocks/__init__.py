@@ -12,6 +12,7 @@ from solver_plugins.blocks.noise import effective_rate
 from solver_plugins.blocks.outlet import Outlet
 from solver_plugins.blocks.refresh import cache_gram, refresh_steps
 from solver_plugins.blocks.settings import set_blend, set_eval_mode, set_iters
+from solver_plugins.blocks.stepsize import TrackedStep
 
 __all__ = [
     "GATE",
@@ -24,6 +25,7 @@ __all__ = [
     "SolverConv2d",
     "SolverConv3d",
     "SolverLinear",
+    "TrackedStep",
     "blocks_of",
     "cache_gram",
     "calibrate",

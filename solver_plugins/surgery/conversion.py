@@ -46,6 +46,7 @@ class BlockRecord(StrictConfig):
     shift: tuple[float, ...] | None = Field(None, description="What is added to them, one per output feature.")
 
     def make_prior(self) -> Prior:
+        """Returns the prior that this record names."""
         assert self.prior is not None
         given = {key: float(one) if isinstance(one, str) else one for key, one in self.parameters.items()}
         return make_prior(self.prior, **given)
