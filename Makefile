@@ -72,18 +72,19 @@ docs: $(STAMP) ## Build the documentation site into site/; a broken link fails
 
 release-check: $(STAMP) ## Build sdist and wheel into dist/, and use the wheel in a fresh environment
 	rm -rf dist
-	$(BIN)/python .ci/release_check.py --output dist
+	$(BIN)/python .ci/release_check.py --output dist --tour
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/check-wheel-contents dist/*.whl
 
 release-checklist: ## What to do for a release, in order
 	@sed -n 's/^# release: //p' Makefile
 # release: 1. pyproject.toml, CITATION.cff: the new version. CHANGELOG.md: its section has a date.
-# release: 2. pyproject.toml: [project.urls] has Repository, Issues and Documentation of the public home.
+# release: 2. pyproject.toml: [project.urls] has Repository, Issues and Documentation of the public home. README.md: links
+# release:    and the picture start with it, so that they work on the page of the package index, too.
 # release: 3. git status is clean, and .ci/run passes (lint, site, tests); make test ARGS="-m slow" passes.
 # release: 4. On a machine with a CUDA or MPS device: make test-gpu.
 # release: 5. make release-check: sdist and wheel build, twine and check-wheel-contents find nothing,
-# release:    and the wheel works in an environment of its own (with --with-dependencies: from the index).
+# release:    and the wheel works and runs the tour in an environment of its own (with --with-dependencies: from the index).
 # release: 6. git tag vX.Y.Z; upload dist/* with twine; publish site/ of make docs.
 # release: 7. pip install solver-plugins==X.Y.Z in a fresh environment; solver-plugins env; the tour runs.
 # release: 8. CHANGELOG.md: a new section "Unreleased".

@@ -1,12 +1,14 @@
 """Builds the sdist and, from it, the wheel, looks into both, and uses the wheel in a fresh environment.
 
-    python .ci/release_check.py [--output dist] [--with-dependencies]
+    python .ci/release_check.py [--output dist] [--tour] [--with-dependencies]
 
 Needs no network: the fresh environment borrows its dependencies from the Python that runs this script. With
---with-dependencies it installs them from the package index instead, which takes minutes and about 6 GB.
+--with-dependencies it installs them from the package index instead, which takes minutes and about 6 GB. With --tour it
+also runs the code of docs/notebooks/tour.ipynb there.
 """
 
 import argparse
+import json
 import os
 import shutil
 import subprocess
@@ -64,6 +66,7 @@ def main() -> None:
     """Runs all checks; the first that fails ends it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=ROOT / "dist", help="where the sdist and the wheel are put")
+    parser.add_argument("--tour", action="store_true", help="run the five-minute tour from the wheel, too")
     parser.add_argument("--with-dependencies", action="store_true", help="install them from the package index")
     arguments = parser.parse_args()
     version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
@@ -71,7 +74,10 @@ def main() -> None:
         work = Path(name)
         sdist, wheel = build(work)
         check_wheel(wheel, version)
-        use(wheel, version, work, arguments.with_dependencies)
+        python = use(wheel, version, work, arguments.with_dependencies)
+        if arguments.tour:
+            run([python, "-c", tour()], work / "elsewhere")
+            print("The tour runs.")
         arguments.output.mkdir(parents=True, exist_ok=True)
         for made in (sdist, wheel):
             shutil.copy2(made, arguments.output)
@@ -117,8 +123,11 @@ def check_wheel(wheel: Path, version: str) -> None:
         sys.exit(f"The wheel lacks {sorted(expected - found)} and should not have {sorted(found - expected)}.")
 
 
-def use(wheel: Path, version: str, work: Path, with_dependencies: bool) -> None:
-    """Installs the wheel into a fresh environment, and runs the command and a conversion from another folder."""
+def use(wheel: Path, version: str, work: Path, with_dependencies: bool) -> str:
+    """Installs the wheel into a fresh environment, and runs the command and a conversion from another folder.
+
+    Returns the Python of that environment.
+    """
     environment, elsewhere = work / "environment", work / "elsewhere"
     elsewhere.mkdir()
     venv.create(environment, symlinks=True)
@@ -136,6 +145,13 @@ def use(wheel: Path, version: str, work: Path, with_dependencies: bool) -> None:
     if "proxprop-stability" not in listed:
         sys.exit(f"Expected the studies; `solver-plugins study list` printed:\n{listed}")
     print(run([python, "-c", SMOKE, version], elsewhere), end="")
+    return python
+
+
+def tour() -> str:
+    """Returns the code of the tour as one script."""
+    book = json.loads((ROOT / "docs" / "notebooks" / "tour.ipynb").read_text(encoding="utf-8"))
+    return "\n".join("".join(cell["source"]) for cell in book["cells"] if cell["cell_type"] == "code")
 
 
 def run(command: list[str], folder: Path) -> str:

@@ -10,6 +10,7 @@ import argparse
 import ast
 import base64
 import importlib
+import inspect
 import json
 import posixpath
 import re
@@ -17,6 +18,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import yaml
 
@@ -41,8 +43,10 @@ REFERENCE = {
     "solver_plugins.equilibrium": "Layers and heads defined by an equilibrium.",
     "solver_plugins.dropblock": "Structured dropout: layers, regularisers, closed forms.",
     "solver_plugins.integrations": "Saving, loading, timm, transformers, the Trainer.",
+    "solver_plugins.integrations.heads": "Equilibrium heads on the models of libraries, and how they are written down.",
     "solver_plugins.train": "Finetuning on Accelerate.",
     "solver_plugins.studies": "The papers' experiments.",
+    "solver_plugins.studies.figures": "What studies draw with.",
     "solver_plugins.errors": "Every error and warning of the package.",
 }
 
@@ -91,7 +95,7 @@ def as_page(notebook: Path) -> str:
 
 
 def undocumented() -> list[str]:
-    """Returns the public modules, classes and functions of the package that have no docstring."""
+    """Returns the public modules, classes, functions and methods of the package that have no docstring."""
     found = []
     for path in sorted((ROOT / "solver_plugins").rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -100,6 +104,17 @@ def undocumented() -> list[str]:
             documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and not name.startswith("_")
             if documented and ast.get_docstring(node) is None:
                 found.append(f"{path.relative_to(ROOT)}: {name or 'the module'}")
+    for package in REFERENCE:
+        module = importlib.import_module(package)
+        for one in (getattr(module, name) for name in getattr(module, "__all__", ())):
+            members = vars(one) if inspect.isclass(one) else {}
+            # What overrides a documented method has its text.
+            found += [
+                f"{package}.{one.__name__}.{name}"
+                for name, member in members.items()
+                if isinstance(member, FunctionType | property) and not name.startswith("_")
+                if not inspect.getdoc(getattr(one, name))
+            ]
     return found
 
 

@@ -11,6 +11,7 @@ from solver_plugins.blocks.link import Link
 from solver_plugins.blocks.noise import effective_rate
 from solver_plugins.blocks.outlet import Outlet
 from solver_plugins.blocks.settings import cache_gram, refresh_steps, set_blend, set_eval_mode, set_iters
+from solver_plugins.blocks.stepsize import TrackedStep
 
 __all__ = [
     "GATE",
@@ -23,6 +24,7 @@ __all__ = [
     "SolverConv2d",
     "SolverConv3d",
     "SolverLinear",
+    "TrackedStep",
     "blocks_of",
     "cache_gram",
     "calibrate",

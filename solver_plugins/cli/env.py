@@ -29,7 +29,7 @@ LIBRARIES = [
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
 ) -> None:
-    """Prints versions, devices and plug-ins, to be pasted into a bug report. It names no files and no folders."""
+    """Prints versions, devices and plug-ins, to paste into a bug report. It names no files or folders."""
     found = environment()
     if as_json:
         print(json.dumps(found, indent=2))

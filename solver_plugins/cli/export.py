@@ -15,8 +15,10 @@ def export(
     output: Annotated[
         Path | None, typer.Option(help="The file to write; FOLDER.onnx by default, or FOLDER.pt2.")
     ] = None,
-    static_batch: Annotated[bool, typer.Option("--static-batch", help="For two samples at a time only.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a file that is there.")] = False,
+    static_batch: Annotated[
+        bool, typer.Option("--static-batch", help="Only accept batches of two samples (default: of any size).")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
     """Writes a model in evaluation as a program, runs the program, and compares it with the model."""
     model = load_model(folder, pretrained=True)

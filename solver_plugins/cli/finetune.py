@@ -46,7 +46,7 @@ def finetune(
         bool, typer.Option("--dry-run", help="Print the plan, the blocks and their cost; train nothing.")
     ] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the output folder, or start where there is none.")
+        bool, typer.Option("--resume", help="Continue the run in the output folder, or start one.")
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
     options: Annotated[
@@ -102,7 +102,7 @@ def finetune(
     except KeyboardInterrupt:
         if talks:
             print(
-                "\nStopped. The same command with --resume goes on from the last checkpoint, if there is one.",
+                "\nStopped. Run the same command with --resume to continue from the last checkpoint, if there is one.",
                 file=sys.stderr,
             )
         # As a shell reports a program that Ctrl-C ended.

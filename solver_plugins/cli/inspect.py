@@ -38,7 +38,7 @@ def inspect(
 ) -> None:
     """Shows what a conversion would do to a model: every layer, its pattern, L and cost, or why not.
 
-    For the folder of a converted model it shows how its blocks are.
+    For the folder of a converted model, it shows the state of its blocks.
     """
     with speaking("command line"):
         if figure is not None:

@@ -36,7 +36,7 @@ def list_(
 
 @app.command()
 def apply(file: _FILE) -> None:
-    """Inserts the patch that fits FILE; refuses a file without the places that it needs."""
+    """Inserts the patch that fits FILE; refuses a file that lacks the lines around it."""
     done = apply_patch(file)
     known = f"version {done.version}" if done.version else "a version that the patch was not tried with; it compiles"
     print(f"Patched {file} ({known}): it now takes --solver-config FILE. Undo: solver-plugins patch revert {file}")
@@ -44,7 +44,7 @@ def apply(file: _FILE) -> None:
 
 @app.command()
 def revert(file: _FILE) -> None:
-    """Removes the patch from FILE, which is then byte for byte what it was before."""
+    """Removes the patch from FILE: byte for byte what it was before."""
     done = revert_patch(file)
     print(f"Reverted {file}: the lines of {done.patch.name} are gone.")
 

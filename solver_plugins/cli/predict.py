@@ -14,7 +14,7 @@ def predict(
     ],
     top: Annotated[
         int | None,
-        typer.Option("--top", min=1, help="How many classes are named; one, or all likely ones, by default."),
+        typer.Option("--top", min=1, help="How many classes to name; by default one, or all likely ones."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
 ) -> None:

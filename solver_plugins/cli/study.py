@@ -1,8 +1,11 @@
 """``solver-plugins study``: repeats the papers' experiments."""
 
 import json
+import re
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -47,8 +50,20 @@ def list_(
         ]
         print(json.dumps(rows, indent=2))
         return
+    papers: dict[str, list[str]] = {}
     for info in infos:
-        print(f"{info.name}\n  {info.description}\n  {info.target.reference}")
+        # "Table 2 of *Title* (Authors, Year), remarks": the title is a heading.
+        split = re.fullmatch(r"(.*?),? of \*(.+?)\* (\(.+?\))(.*)", info.target.reference)
+        paper = f"{split[2]} {split[3]}" if split else "Other"
+        where = f"{split[1]}{split[4]}" if split else info.target.reference
+        papers.setdefault(paper, []).append(f"{_wrapped(f'{info.name}: {where}', 2)}\n{_wrapped(info.description, 6)}")
+    print("\n\n".join("\n".join([_wrapped(paper, 0), *rows]) for paper, rows in papers.items()))
+
+
+def _wrapped(text: str, indent: int) -> str:
+    width = min(shutil.get_terminal_size().columns, 100)
+    first, others = " " * indent, " " * max(indent, 4)
+    return textwrap.fill(text, width, initial_indent=first, subsequent_indent=others, break_on_hyphens=False)
 
 
 def _studies(incomplete: str) -> list[str]:

@@ -119,9 +119,11 @@ class StructuredDropoutRegularizer(AtClassifier):
         return None if self._rows is None else tuple(self._rows.shape)
 
     def reset(self) -> None:
+        """Forgets the passes since the last call, so that the next call does not count them."""
         self._rows, self._passes = None, 0
 
     def remove(self) -> None:
+        """Takes the hooks off the model."""
         super().remove()
         self.reset()
 

@@ -37,6 +37,7 @@ class DropoutReport(Printable):
 
     @property
     def converted(self) -> list[DropoutRow]:
+        """The rows of the modules that are, or would be, converted."""
         return [row for row in self.rows if row.converted]
 
     def to_dict(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def attach_opteq_head(model: nn.Module, *, classifier: str | None = None, **opti
     taken = [name for name, module in model.named_modules() if isinstance(module, OptEqHead)]
     if taken:
         raise HeadError(
-            f"Expected a model without an equilibrium head; found one at {taken[0]!r}. Take it off first: "
+            f"Expected a model without an equilibrium head; found one at {taken[0]!r}. Remove it first: "
             "remove_opteq_head(model)."
         )
     name, layer = find_classifier(model, classifier)

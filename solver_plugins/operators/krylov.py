@@ -90,7 +90,8 @@ def largest_eigenvalue(gram: Callable[[Tensor], Tensor], start: Tensor, toleranc
         projected[:kept, :kept] = values[-kept:].diag()
         have = kept
     warnings.warn(
-        f"Lanczos reached a relative error of {float(error / values[-1]):.1e}, not {tolerance:.1e}: a lower bound.",
+        f"Lanczos reached a relative error of {float(error / values[-1]):.1e}, not {tolerance:.1e}; the value is a "
+        "lower bound.",
         NotConvergedWarning,
         stacklevel=2,
     )

@@ -123,8 +123,7 @@ def refuse_second_derivative() -> None:
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise DoubleBackwardError(
             "Expected a first derivative only; found create_graph=True, or a torch.func transform, which always "
-            "records, through an implicit gradient. Use an unrolled one, whose derivatives of any order are right: "
-            "gradient='unrolled' of a solver block, grad='unrolled' of an equilibrium."
+            "records, through an implicit gradient. Use gradient='unrolled', whose derivatives of any order are right."
         )
 
 

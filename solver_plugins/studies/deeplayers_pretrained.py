@@ -43,7 +43,7 @@ class Arm(StrictConfig):
         samples(self.solver)
         for key in self.args:
             if key in type(self).model_fields or key in ("example_inputs", "inplace", "eval_mode"):
-                raise ValueError(f"expected no {key!r} in args: it is an option of the arm, or the study's own affair")
+                raise ValueError(f"expected no {key!r} in args: it is an option of the arm, or set by the study")
         return self
 
 

@@ -63,6 +63,7 @@ class Cell:
 
     @property
     def place(self) -> str:
+        """The arm and its settings as the name of a file."""
         setting = (f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}" for key, value in self.setting)
         return re.sub(r"[^\w.=+-]", "-", "_".join([self.arm, *setting]))
 
@@ -93,6 +94,7 @@ class Results(list[Measured]):
     """The measured cells, in the order of the study."""
 
     def of(self, *, arm: str | None = None, seed: int | None = None, **setting: Value) -> Self:
+        """Returns the results of one arm, seed or setting."""
         wanted = setting.items()
         return type(self)(
             one
@@ -103,6 +105,7 @@ class Results(list[Measured]):
         )
 
     def each(self, key: str) -> list[Any]:
+        """Returns one value of every result."""
         return [one.values[key] for one in self]
 
     def known(self, key: str) -> list[float]:
@@ -154,6 +157,7 @@ class Table:
     note: str = ""
 
     def markdown(self) -> str:
+        """Returns the table as Markdown."""
         aligned = ["---", *("---:" for _ in self.columns[1:])]
         lines = [_row(self.columns), _row(aligned), *(_row(row) for row in self.rows)]
         return f"**{self.title}**\n\n" + "\n".join(lines) + (f"\n\n{self.note}" if self.note else "") + "\n"

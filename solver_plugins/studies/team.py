@@ -48,7 +48,7 @@ class Team:
             self._store, self.index, self.count = next(iter(rendezvous("env://", timeout=_PATIENCE)))
         except (ValueError, RuntimeError) as error:
             raise LaunchError(
-                f"WORLD_SIZE says that {started} processes were started, and they do not find each other: {error}. Use "
+                f"WORLD_SIZE says that {started} processes were started, but they cannot find each other: {error}. Use "
                 "`accelerate launch`, or unset WORLD_SIZE."
             ) from error
         # One launch may run several studies in turn, with one store.

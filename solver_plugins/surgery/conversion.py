@@ -56,6 +56,7 @@ class BlockRecord(StrictConfig):
         return {**data, **{name: _row_from(text) for name, text in texts.items()}} if texts else data
 
     def make_prior(self) -> Prior:
+        """Returns the prior that this record names."""
         assert self.prior is not None
         given = {key: float(one) if isinstance(one, str) else one for key, one in self.parameters.items()}
         return make_prior(self.prior, **given)

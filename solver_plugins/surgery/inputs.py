@@ -31,6 +31,7 @@ class Inputs:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns the arguments and keyword arguments with their tensors on a device."""
         return _moved(self.args, device), _moved(self.kwargs, device)
 
 

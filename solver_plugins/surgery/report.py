@@ -109,14 +109,17 @@ class Report(Printable):
 
     @property
     def solver(self) -> str:
+        """The name of the solver."""
         return self.spec.solver
 
     @property
     def options(self) -> dict[str, Any]:
+        """The options of the solver, ``iters`` among them."""
         return {"iters": self.spec.iters, **self.spec.args}
 
     @property
     def converted(self) -> list[LayerRow]:
+        """The rows of the layers that are, or would be, converted."""
         return [row for row in self.rows if row.converted]
 
     @property

@@ -35,27 +35,27 @@ class ConversionSpec(StrictConfig):
     needs no model to be checked is checked here, the solver's name and options included.
     """
 
-    solver: str = Field(DEFAULT_SOLVER, description="A registered solver; 'name' means the same.")
+    solver: str = Field(DEFAULT_SOLVER, description="A registered solver (in a config, 'name' means the same).")
     iters: int = Field(
         SolverConfig.model_fields["iters"].default, ge=1, description="How many proximal steps each block takes."
     )
     pattern: Names | None = Field(None, description="Patterns, 'strict' or 'all'; the solver's own by default.")
     targets: _Layers | None = Field(None, description="Layers to convert: names or their ends, or one regex.")
     exclude: _Layers | None = Field(None, description="Layers to leave alone, in the same forms.")
-    p: float | None = Field(None, description="A rate for a solver that samples, in place of the dropouts' own.")
+    p: float | None = Field(None, description="A rate for sampling solvers, in place of the dropouts' own.")
     nonprox: Literal["keep", "skip"] = Field(
-        "keep", description="Where an activation is not a proximal map: 'keep' it after the block, or 'skip' the block."
+        "keep", description="If an activation is not a proximal map: 'keep' it after the block, or 'skip' the block."
     )
     last: bool | None = Field(None, description="Always, or never, convert the classifier.")
     blend: float = Field(1.0, description="0 is the original network, 1 the solver.")
     gate: Literal["channel", "scalar"] | None = Field(
-        None, description="A trained gate, closed at first, per output 'channel' or one ('scalar'); null for none."
+        None, description="A trained gate, closed at first: one per output 'channel', or one per block ('scalar')."
     )
     calibrate: int | None = Field(
-        None, ge=1, description="On how many batches the blocks get the scale that their layers had."
+        None, ge=1, description="How many batches to calibrate on: each block gets the scale that its layer had."
     )
     args: dict[str, Any] = Field(
-        {}, description="Options of the solver itself, such as lam; they may also stand beside the others."
+        {}, description="Options of the solver itself, such as lam (in a config they may stand beside the others)."
     )
 
     hints: ClassVar[Mapping[str, str]] = {
@@ -170,11 +170,13 @@ class ConversionSpec(StrictConfig):
 
     @property
     def solver_class(self) -> type[Solver]:
+        """The class of the solver."""
         made: type[Solver] = SOLVERS.get(self.solver)
         return made
 
     @property
     def samples(self) -> Samples:
+        """What the solver draws: ``"nothing"``, ``"inputs"`` or ``"outputs"``."""
         return self.solver_class.samples
 
     @property
@@ -183,6 +185,7 @@ class ConversionSpec(StrictConfig):
         return not (callable(self.targets) or callable(self.exclude))
 
     def make_solver(self, p: float | None = None) -> Solver:
+        """Returns the solver with its options, with the rate p if it takes one."""
         rate = {"p": p} if p is not None and issubclass(self.solver_class.Config, RateConfig) else {}
         return self.solver_class.from_options(iters=self.iters, **self.args, **rate)
 

@@ -91,6 +91,7 @@ class SolverReport(Printable):
 
     @property
     def warnings(self) -> tuple[str, ...]:
+        """What is wrong with which blocks, and what to do."""
         cases: dict[str, Callable[[BlockStatus], bool]] = {
             "the objective is not finite; look at the weights and inputs": lambda one: one.verdict == "not finite",
             "the objective rises from the first iteration to the last; call refresh_steps(model); a sampling solver "

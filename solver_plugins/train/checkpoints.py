@@ -103,7 +103,7 @@ class Checkpoints:
                 return path, wrong
         if wrong:
             raise CheckpointError(
-                f"No checkpoint in {str(self.folder)!r} can be continued from: {'; '.join(wrong)}. Start anew with "
+                f"No checkpoint in {str(self.folder)!r} can be continued from: {'; '.join(wrong)}. Start over with "
                 "--overwrite."
             )
         return None, wrong

@@ -30,10 +30,10 @@ class ModelSection(StrictConfig):
 
     spec: str = Field(description="'timm/NAME', 'hf/FOLDER', 'hf/ID', or the folder of a converted model.")
     pretrained: bool = Field(False, description="Whether to load the published weights.")
-    weights: str | None = Field(None, description="A file with own weights (.safetensors, or a torch state dict).")
+    weights: str | None = Field(None, description="A file with your own weights (.safetensors, or a torch state dict).")
     in_order: bool = Field(False, description="Whether those weights have other names, but the same order and shapes.")
     args: dict[str, Any] = Field({}, description="Arguments of timm.create_model, or settings of the HF config.")
-    dtype: Literal["float32", "float64"] = Field("float32", description="Of weights and inputs.")
+    dtype: Literal["float32", "float64"] = Field("float32", description="The dtype of weights and inputs.")
     head_init: Literal["reset", "zero", "library"] = Field(
         "reset",
         description="A new classifier on trained weights: 'reset' (small and random), 'zero', or as the 'library' "
@@ -73,7 +73,7 @@ class HeadSection(HeadConfig):
     """An equilibrium in place of the last layer: the arguments of ``attach_opteq_head``."""
 
     name: Literal["opteq"] = Field("opteq", description="The family of heads.")
-    classifier: str | None = Field(None, description="Name of the last layer, where it is not found by itself.")
+    classifier: str | None = Field(None, description="Name of the last layer, if it is not found by itself.")
 
 
 class RegularizerSection(StrictConfig):
@@ -87,12 +87,12 @@ class RegularizerSection(StrictConfig):
         "deterministic",
         description="Add the second-order mean of the loss under dropout to it, or drop units at random.",
     )
-    classifier: str | None = Field(None, description="Name of the last layer, where it is not found by itself.")
+    classifier: str | None = Field(None, description="Name of the last layer, if it is not found by itself.")
 
 
 class _Ramp(StrictConfig):
-    to: float = Field(ge=0, le=1, description="At the end of these epochs, and from then on.")
-    epochs: float = Field(gt=0, description="Over this many epochs, the first ones.")
+    to: float = Field(ge=0, le=1, description="The blend at the end of these epochs, and from then on.")
+    epochs: float = Field(gt=0, description="How many epochs the change takes, from the first one on.")
 
     def at(self, epoch: float) -> float:
         """Returns the number after this many epochs."""
@@ -101,8 +101,8 @@ class _Ramp(StrictConfig):
 
 
 # "from" is a word of Python, which no field in the body of a class can be called.
-_FROM: Any = {"from": (float, Field(ge=0, le=1, description="At the start; 0 is the original network."))}
-_ABOUT = "How much of the solver there is, where that changes evenly: {from: 0, to: 0.3, epochs: 2}."
+_FROM: Any = {"from": (float, Field(ge=0, le=1, description="The blend at the start."))}
+_ABOUT = "A linear schedule for blend, such as {from: 0, to: 0.3, epochs: 2}; 0 is the original network."
 BlendSection: Any = pydantic.create_model("BlendSection", __base__=_Ramp, __doc__=_ABOUT, __module__=__name__, **_FROM)
 
 
@@ -115,21 +115,21 @@ class DataSection(StrictConfig):
     config: str | None = Field(None, description="The configuration of a hub data set that has several.")
     train: str = Field("train", description="The split to train on; slices such as 'train[:80%]' are fine.")
     eval: str | Annotated[float, Field(gt=0, lt=1)] = Field(
-        "test", description="The split to evaluate on; or a share of the training split, the same of each class."
+        "test", description="The split to evaluate on; or a share of the training split, taken from each class."
     )
     image: str | None = Field(None, description="The column of images, or of their files; found by itself by default.")
     text: str | None = Field(None, description="The column of texts: makes it a text classification.")
     label: Names | None = Field(
         None, description="The column of labels, by default 'label', 'labels' or 'fine_label'; or several columns."
     )
-    separator: str | None = Field(None, description="What stands between the labels of a text that names several.")
-    problem_type: ProblemType | None = Field(None, description="What is predicted; seen from the labels by default.")
+    separator: str | None = Field(None, description="What separates the labels in a text that names several.")
+    problem_type: ProblemType | None = Field(None, description="What is predicted; told by the labels by default.")
     image_size: int | None = Field(None, ge=1, description="Side of the images; the model's own by default.")
-    max_length: int = Field(128, ge=1, description="Texts are cut after this many tokens.")
+    max_length: int = Field(128, ge=1, description="Texts are cut off after this many tokens.")
     mean: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     std: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     workers: int = Field(0, ge=0, description="Processes that read data, beside each training process.")
-    check: bool = Field(True, description="Whether the files of images are looked at for damage before training.")
+    check: bool = Field(True, description="Whether image files are checked for damage before training.")
 
     @property
     def eval_name(self) -> str:
@@ -162,12 +162,14 @@ class OptimizerSection(StrictConfig):
     opt: str = Field("adamw", description="A name of timm.optim.list_optimizers().")
     lr: float = Field(1e-3, gt=0, description="Learning rate.")
     weight_decay: float = Field(0.05, ge=0, description="Weight decay, not on biases and norms.")
-    momentum: float = Field(0.9, ge=0, lt=1, description="For optimisers that have one.")
-    layer_decay: float | None = Field(None, gt=0, le=1, description="Factor on the learning rate per layer downwards.")
+    momentum: float = Field(0.9, ge=0, lt=1, description="Momentum, for optimisers that have one.")
+    layer_decay: float | None = Field(
+        None, gt=0, le=1, description="Factor on the learning rate from each layer to the one below."
+    )
     gate_rate: float = Field(
         10.0, gt=0, description="Learning rate of gates (solver.gate) over that of weights; they are never decayed."
     )
-    clip: float | None = Field(None, gt=0, description="Largest norm of all gradients together.")
+    clip: float | None = Field(None, gt=0, description="Clips the norm of all gradients together to this.")
     args: dict[str, Any] = Field({}, description="Further arguments of the optimiser, such as betas.")
 
     hints: ClassVar[Mapping[str, str]] = {"options": "The optimiser's own options are under 'args'."}
@@ -176,11 +178,13 @@ class OptimizerSection(StrictConfig):
 class ScheduleSection(StrictConfig):
     """The arguments of timm's ``create_scheduler_v2``, in epochs; the rate changes at every step."""
 
-    sched: Literal["cosine", "tanh", "step", "multistep", "poly"] = Field("cosine", description="Its name in timm.")
-    warmup_epochs: int = Field(0, ge=0, description="Epochs that lead up to the learning rate.")
-    warmup_lr: float = Field(1e-5, ge=0, description="Where they start.")
-    min_lr: float = Field(0.0, ge=0, description="Where the schedule ends.")
-    decay_epochs: int = Field(30, ge=1, description="Between two steps of 'step'.")
+    sched: Literal["cosine", "tanh", "step", "multistep", "poly"] = Field(
+        "cosine", description="The name of the schedule in timm."
+    )
+    warmup_epochs: int = Field(0, ge=0, description="Epochs in which the rate rises to the learning rate.")
+    warmup_lr: float = Field(1e-5, ge=0, description="The rate at their start.")
+    min_lr: float = Field(0.0, ge=0, description="The rate at the end of the schedule.")
+    decay_epochs: int = Field(30, ge=1, description="Epochs between two steps of 'step'.")
     decay_milestones: list[int] = Field([30, 60], description="Epochs of the steps of 'multistep'.")
     decay_rate: float = Field(0.1, gt=0, description="Factor of each step.")
 
@@ -199,7 +203,7 @@ class FinetuneConfig(StrictConfig):
     head: HeadSection | None = Field(None, description="null for the model's own.")
     regularizer: RegularizerSection | None = Field(None, description="null for none.")
     peft: PeftSection | None = Field(None, description="null trains the weights themselves.")
-    baseline: bool = Field(True, description="Whether the plain model is trained, too, beside that with a solver.")
+    baseline: bool = Field(True, description="Whether the plain model is trained, too, as a comparison.")
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection | None = Field(ScheduleSection(), description="null for a constant learning rate.")
@@ -213,11 +217,11 @@ class FinetuneConfig(StrictConfig):
     )
     accumulation: int = Field(1, ge=1, description="Passes whose gradients are added up for one step.")
     precision: Literal["no", "bf16", "fp16"] = Field("no", description="Mixed precision of Accelerate.")
-    seed: int = Field(0, ge=0, le=_LARGEST_SEED, description="Of weights, order, augmentation and solvers.")
+    seed: int = Field(0, ge=0, le=_LARGEST_SEED, description="The seed of weights, order, augmentation and solvers.")
     seeds: list[Annotated[int, Field(ge=0, le=_LARGEST_SEED)]] | None = Field(
         None, description="Several seeds, each a run of its own: mean, spread and paired differences in one report."
     )
-    trials: int = Field(1, ge=1, description="Final evaluations of a model that samples in evaluation, too.")
+    trials: int = Field(1, ge=1, description="How often a model that samples in evaluation is evaluated at the end.")
     refresh: Literal["epoch"] | int = Field(
         "epoch", description="When step sizes are certified: 'epoch', or a number of steps."
     )
@@ -229,7 +233,7 @@ class FinetuneConfig(StrictConfig):
         None, description="Layers that are trained from an epoch on, such as {3: [layer4], 5: .*}."
     )
     class_weights: Literal["balanced"] | list[float] | None = Field(
-        None, description="Weights of the classes in the training loss; 'balanced' for one over their share."
+        None, description="Weights of the classes in the training loss; 'balanced' for the inverse of their share."
     )
     gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
     channels_last: bool = Field(False, description="Store images with their channels last: faster convolutions.")
@@ -262,7 +266,7 @@ class FinetuneConfig(StrictConfig):
         if {"iters", "args"} & {*foreign}:
             # Left over from the recipe's solver, of which only the name was changed.
             raise ValueError(
-                f"proxprop is no solver of blocks and has no {', '.join(foreign)}, which the section solver gives; "
+                f"proxprop is not a solver of blocks and has no {', '.join(foreign)}, which the section solver gives; "
                 "replace all of it: solver='{name: proxprop, mode: cg3}'"
             )
         return {**options, "solver": None, "proxprop": own}

@@ -65,7 +65,7 @@ def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Acceler
     """Makes the Accelerator of a run or, given a folder for logs, of one of its arms.
 
     Raises:
-        LaunchError: If several processes were started and each believes to be alone.
+        LaunchError: If several processes were started and each believes it is alone.
         OptionError: If this machine does not support the precision.
     """
     # Explicit on machines without GPUs: a launch config for GPUs would otherwise leave out the process group.
@@ -92,12 +92,12 @@ def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Acceler
         if started == 1:
             raise
         raise LaunchError(
-            f"WORLD_SIZE says that {started} processes were started, and they do not find each other: {error}. Use "
+            f"WORLD_SIZE says that {started} processes were started, but they cannot find each other: {error}. Use "
             "`accelerate launch`, or unset WORLD_SIZE."
         ) from error
     if started != made.num_processes:
         raise LaunchError(
-            f"{started} processes were started, and this one believes to be one of {made.num_processes}: each would "
+            f"{started} processes were started, but this one believes it is one of {made.num_processes}: each would "
             "train alone and write over the others. Launch with `accelerate launch --multi_gpu --num_processes "
             f"{started}` (with ACCELERATE_USE_CPU=true on a machine without GPUs)."
         )

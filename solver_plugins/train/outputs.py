@@ -152,13 +152,14 @@ def check_unlocked(path: Path) -> None:
         return
     if host != socket.gethostname():
         raise OutputError(
-            f"Process {pid} on {host!r} works in {str(path.parent)!r}. If it has ended, remove {str(path)!r}."
+            f"Process {pid} on {host!r} is working in {str(path.parent)!r}. If it has ended, remove {str(path)!r}."
         )
     # A number that was given to a newer process does not hold the lock.
     alive = psutil.pid_exists(pid) and abs(psutil.Process(pid).create_time() - started) < 1
     if alive and pid != os.getpid():
         raise OutputError(
-            f"Process {pid} works in {str(path.parent)!r}: wait until it has ended, stop it, or choose another output=."
+            f"Process {pid} is working in {str(path.parent)!r}: wait until it has ended, stop it, or choose another "
+            "output=."
         )
 
 

@@ -77,8 +77,8 @@ def plan_run(config: FinetuneConfig) -> RunPlan:
             f"model: {config.model.spec} ({type(model).__name__}), {parameters:,} parameters, {config.model.dtype}",
             f"runs: {', '.join(arms_of(config))}",
             f"steps: {config.epochs} epochs of {steps} = {config.epochs * steps} for each run, "
-            f"{config.batch_size} examples each ({accelerator.num_processes} processes x {config.accumulation} passes "
-            f"x {config.batch_size // accelerator.num_processes // config.accumulation})"
+            f"{config.batch_size} examples each (processes x passes x examples: {accelerator.num_processes} x "
+            f"{config.accumulation} x {config.batch_size // accelerator.num_processes // config.accumulation})"
             + (f"; {loaders.left_out} examples that do not fill a batch are left out" if loaders.left_out else ""),
             f"optimizer: {type(optimizer).__name__}, lr {config.optimizer.lr:g}, "
             + ("constant" if config.schedule is None else f"schedule {config.schedule.sched}"),

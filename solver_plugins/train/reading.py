@@ -75,7 +75,7 @@ def apply_change(options: dict[str, Any], text: str) -> None:
             place[part] = {}
         place = place[part]
         if not isinstance(place, dict):
-            raise OptionError(f"{text!r}: {part!r} is no section, it holds {place!r}.")
+            raise OptionError(f"{text!r}: {part!r} is not a section; it holds {place!r}.")
     place[parts[-1]] = _value(value.strip())
 
 

@@ -16,12 +16,12 @@ class AugmentationSection(StrictConfig):
     """The arguments of timm's ``create_transform`` for training."""
 
     scale: list[float] | None = Field(None, description="Range of the area of random crops, such as [0.08, 1.0].")
-    ratio: list[float] | None = Field(None, description="Range of their aspect ratio.")
+    ratio: list[float] | None = Field(None, description="Range of the aspect ratio of random crops.")
     hflip: float = Field(0.5, ge=0, le=1, description="How often images are mirrored.")
-    vflip: float = Field(0.0, ge=0, le=1, description="How often they are turned upside down.")
+    vflip: float = Field(0.0, ge=0, le=1, description="How often images are turned upside down.")
     color_jitter: float = Field(0.0, ge=0, description="Strength of changes of colour.")
     auto_augment: str | None = Field(None, description="A policy of timm, such as 'rand-m9-mstd0.5'.")
-    re_prob: float = Field(0.0, ge=0, le=1, description="How often a part is erased.")
+    re_prob: float = Field(0.0, ge=0, le=1, description="How often a part of the image is erased.")
 
     @pydantic.field_validator("scale", "ratio")
     @classmethod
@@ -35,7 +35,7 @@ class AugmentationSection(StrictConfig):
 class MixupSection(StrictConfig):
     """The arguments of timm's ``Mixup``."""
 
-    mixup: float = Field(0.8, ge=0, description="Its alpha; 0 for none.")
+    mixup: float = Field(0.8, ge=0, description="Alpha of mixup; 0 for none.")
     cutmix: float = Field(0.0, ge=0, description="Alpha of CutMix; 0 for none.")
     prob: float = Field(1.0, ge=0, le=1, description="How often a batch is mixed.")
     switch_prob: float = Field(0.5, ge=0, le=1, description="How often CutMix is chosen where both are on.")
@@ -50,15 +50,15 @@ class MixupSection(StrictConfig):
 class EmaSection(StrictConfig):
     """An average of the weights (timm's ``ModelEmaV3``), which is what is evaluated and exported."""
 
-    decay: float = Field(0.999, gt=0, lt=1, description="How slowly it moves.")
-    warmup: bool = Field(True, description="Whether it moves faster at the beginning.")
+    decay: float = Field(0.999, gt=0, lt=1, description="How slowly the average moves.")
+    warmup: bool = Field(True, description="Whether the average moves faster at the beginning.")
 
 
 class CheckpointSection(StrictConfig):
     """When the state of the run is saved."""
 
     every: Literal["epoch"] | int = Field("epoch", description="'epoch', or a number of steps.")
-    keep: int = Field(2, ge=1, description="How many are kept: the last ones.")
+    keep: int = Field(2, ge=1, description="How many of the last checkpoints are kept.")
 
 
 class BestSection(StrictConfig):
@@ -78,7 +78,7 @@ class PeftSection(StrictConfig):
         None,
         description="Layers with adapters: ends of names, one regex, or 'all-linear'; PEFT knows some models' own.",
     )
-    exclude_modules: str | list[str] | None = Field(None, description="Layers without, in the same forms.")
+    exclude_modules: str | list[str] | None = Field(None, description="Layers without adapters, in the same forms.")
     modules_to_save: list[str] | None = Field(
         None, description="Modules that are trained as a whole; the classifier by default."
     )

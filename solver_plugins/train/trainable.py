@@ -21,7 +21,7 @@ class Trainable:
         model: The model with its adapters, as it is before it is wrapped.
 
     Raises:
-        TargetError: If a name means no layer, or no layer would be trained.
+        TargetError: If a name matches no layer, or no layer would be trained.
     """
 
     def __init__(self, config: FinetuneConfig, model: nn.Module):
@@ -86,7 +86,8 @@ class Trainable:
                 if target.matches(name, self.model) or any(name.startswith(f"{layer}.") for layer in layers)
             }
             if not met:
-                raise TargetError(f"{option}: {target.label} means no layer with weights.{_near(target.text, modules)}")
+                near = _near(target.text, modules)
+                raise TargetError(f"{option}: {target.label} matches no layer with weights.{near}")
             found |= met
         return found
 

@@ -20,7 +20,7 @@ CHANGES = {
     "unfreeze={2: head}": "found neither",
     "freeze=[head] unfreeze={1: head} epochs=3": "from 2 to 3",
     "freeze=[head] unfreeze={9: head} epochs=3": "from 2 to 3",
-    "freeze=[head] unfreeze={2: haed} epochs=3": "unfreeze.2: the regular expression 'haed' means no layer",
+    "freeze=[head] unfreeze={2: haed} epochs=3": "unfreeze.2: the regular expression 'haed' matches no layer",
     "class_weights=[1,2]": "Expected 10 class_weights",
     "class_weights=even": "'balanced'",
     "class_weights=[0,1,1,1,1,1,1,1,1,1]": "above zero",

@@ -98,7 +98,7 @@ def test_layers_thaw_when_they_are_told_to():
         assert {name for name, one in model.named_parameters() if one.requires_grad} == expected
         assert model[1].training == (epoch == 3)
     assert len(chosen.at(4)) == 6 and "from epoch 4" in chosen.describe()
-    with pytest.raises(TargetError, match="freeze: 'hed' means no layer"):
+    with pytest.raises(TargetError, match="freeze: 'hed' matches no layer"):
         Trainable(FinetuneConfig.parse(options("x", freeze=["hed"])), model)
     with pytest.raises(TargetError, match="at least one layer"):
         Trainable(FinetuneConfig.parse(options("x", freeze=".*")), model)

@@ -46,7 +46,7 @@ def test_written_config_reads_back(tmp_path):
         (["epochs=three"], "expected a valid integer"),
         (["epochs=0"], "greater than or equal to 1"),
         (["epochs"], "key=value"),
-        (["output.there=1"], "is no section"),
+        (["output.there=1"], "is not a section"),
         (["refresh=0"], "'epoch' or at least one step"),
         (["schedule.warmup_epochs=10"], "below epochs"),
         (["data.text=a", "data.image=b"], "found both"),

@@ -177,7 +177,7 @@ def test_two_runs_do_not_meet_in_one_folder(tmp_path):
         (folder / LOCK).write_text(json.dumps(held))
         before = sorted(path.name for path in folder.iterdir())
         for how in ({"resume": True}, {"overwrite": True}):
-            with pytest.raises(OutputError, match=rf"Process {other.pid} works in"):
+            with pytest.raises(OutputError, match=rf"Process {other.pid} is working in"):
                 finetune(config, **how)
         assert sorted(path.name for path in folder.iterdir()) == before
         (folder / LOCK).write_text(json.dumps({**held, "host": "elsewhere"}))

@@ -190,9 +190,9 @@ def test_optimizers_that_cannot_be_made(tmp_path):
 def test_processes_that_do_not_know_of_each_other(tmp_path, environment):
     Accelerator(cpu=True)
     environment["WORLD_SIZE"] = "2"
-    with pytest.raises(LaunchError, match="2 processes were started, and this one believes to be one of 1"):
+    with pytest.raises(LaunchError, match="2 processes were started, but this one believes it is one of 1"):
         finetune(tiny(tmp_path / "run"))
-    with pytest.raises(LaunchError, match=r"do not find each other.*unset WORLD_SIZE"):
+    with pytest.raises(LaunchError, match=r"cannot find each other.*unset WORLD_SIZE"):
         finetune(tiny(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 
