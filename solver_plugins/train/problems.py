@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.train.metrics import average_precision, measure
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -100,7 +101,7 @@ class MultiLabel(Problem):
     def told(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         targets = targets.to(outputs.dtype)
         losses = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
-        return outputs.double(), targets > 0.5, losses.mean(-1)
+        return in_float64(outputs), targets > 0.5, losses.mean(-1)
 
     def measure(self, told: Sequence[Tensor], names: int) -> Found:
         scores, truth = told[0].numpy(), told[1].numpy()
@@ -133,7 +134,7 @@ class Regression(Problem):
         return nn.MSELoss()
 
     def told(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        outputs, targets = outputs.double(), targets.double()
+        outputs, targets = in_float64(outputs), in_float64(targets)
         return outputs, targets, (outputs - targets).square().mean(-1)
 
     def measure(self, told: Sequence[Tensor], names: int) -> Found:
