@@ -129,7 +129,7 @@ class StrictConfig(pydantic.BaseModel):
             options = load(text)
         # YAML's constructors let some ValueErrors through, such as that of a date that does not exist.
         except (ValueError, yaml.YAMLError, RecursionError) as error:
-            raise OptionError(f"{owner or cls.__name__}: not valid {form} ({error}).") from None
+            raise OptionError(f"{owner or cls.__name__}: not valid {form} ({one_line(error)}).") from None
         return cls.parse(options, owner=owner)
 
 
@@ -234,6 +234,11 @@ def models_in(annotation: Any) -> list[type[pydantic.BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, pydantic.BaseModel):
         return [annotation]
     return [model for part in typing.get_args(annotation) for model in models_in(part)]
+
+
+def one_line(error: Exception) -> str:
+    """Returns the message of an error in one line; that of YAML also draws the place."""
+    return " ".join(str(error).split())
 
 
 def load_json(text: str) -> Any:

@@ -81,9 +81,7 @@ class SingleLabel(Problem):
 
     def measure(self, told: Sequence[Tensor], names: int) -> Found:
         labels, answers, confidence, in_top5 = told
-        found = measure(labels.numpy(), answers.numpy(), confidence.double().numpy(), in_top5.numpy(), names)
-        numbers = {"accuracy": found.accuracy, "top5": found.top5, "macro_f1": found.macro_f1, "ece": found.ece}
-        return numbers, found.per_class
+        return measure(labels.numpy(), answers.numpy(), confidence.double().numpy(), in_top5.numpy(), names)
 
 
 class MultiLabel(Problem):
@@ -157,6 +155,4 @@ def shown(value: float | None, digits: int) -> str:
 
 PROBLEMS: Mapping[str, Problem] = {one.name: one for one in (SingleLabel(), MultiLabel(), Regression())}
 assert set(PROBLEMS) == set(get_args(ProblemType))
-MEASURES = tuple(dict.fromkeys(["loss", *(key for one in PROBLEMS.values() for key in one.headings)]))
-"""Every measure by which epochs can be compared."""
 SINGLE: ProblemType = "single_label_classification"

@@ -154,7 +154,9 @@ def _explained(config: DataSection, split: str, error: Exception) -> DataError:
     if not (Path(config.name).expanduser().exists() or config.name == "digits"):
         advice = "Looked for a folder or file of that name, in the cache of Hugging Face, and on its hub."
         advice += f"{_folders_like(config.name)} {_options()}"
-    return DataError(f"Cannot load the split {split!r} of {config.name!r}: {summary_of(error)} {advice}")
+    # datasets wraps what went wrong in a sentence that says only that something did.
+    told = summary_of(error.__cause__ if isinstance(error.__cause__, Exception) else error).rstrip(".")
+    return DataError(f"Cannot load the split {split!r} of {config.name!r}: {told}. {advice}")
 
 
 def _folders_like(name: str) -> str:
