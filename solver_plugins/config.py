@@ -237,7 +237,9 @@ def models_in(annotation: Any) -> list[type[pydantic.BaseModel]]:
 
 
 def one_line(error: Exception) -> str:
-    """Returns the message of an error in one line; that of YAML also draws the place."""
+    """Returns the message of an error in one line; YAML's own draws a picture of the place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
     return " ".join(str(error).split())
 
 
@@ -270,10 +272,12 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         # Checked before "<<" is merged in, because keys from a merge may be overridden.
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        there: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in there:
+                told = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
+            there.add(key.value)
         return super().construct_mapping(node, deep)
 
 

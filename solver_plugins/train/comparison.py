@@ -163,7 +163,7 @@ def _pictures(figures: Iterable[Figure], title: str) -> str:
     made = f"<h2>{html.escape(title)}</h2>\n"
     for figure in figures:
         written = io.BytesIO()
-        figure.savefig(written, format="png", dpi=160)
+        figure.savefig(written, format="png", dpi=140)
         data = base64.b64encode(written.getvalue()).decode("ascii")
         made += f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">\n'
     return made
@@ -171,7 +171,8 @@ def _pictures(figures: Iterable[Figure], title: str) -> str:
 
 def _axes(label: str, rows: Rows) -> Any:
     """Returns the axes of a new figure, over the epochs of these rows."""
-    figure = Figure(figsize=(4.6, 3.4), layout="constrained")
+    figure = Figure(figsize=(4.6, 3.4))
+    figure.subplots_adjust(left=0.17, right=0.97, bottom=0.14, top=0.93)
     # pyplot would need a display and keep the figure in memory.
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from tqdm.auto import tqdm
 
 from solver_plugins.train import outputs
 from solver_plugins.train.comparison import html_page, html_table, problem_of
@@ -50,6 +51,8 @@ def finetune_seeds(config: FinetuneConfig, *, resume: bool = False, overwrite: b
     runs: dict[str, dict[str, dict[str, Any]]] = {}
     for seed in config.seeds:
         own = config.model_copy(update={"seed": seed, "seeds": None, "output": str(place / f"seed-{seed}")})
+        if first_process():
+            tqdm.write(f"Seed {seed}:")
         runs[str(seed)] = finetune(own, resume=resume, overwrite=overwrite)
         if first_process():
             outputs.write_whole(place / outputs.CONFIG, config.to_yaml())

@@ -1,6 +1,7 @@
 """Loads examples through ``datasets``: the embedded digits, folders, files and the hub."""
 
 import difflib
+import functools
 import glob
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,9 @@ def _from_images(place: Path, split: str) -> Any:
     return datasets.load_dataset("imagefolder", data_files=data_files, split=split, drop_labels=False)
 
 
+@functools.cache
 def _digits() -> Any:
+    """Returns both splits of the digits; a data set is never changed in place."""
     import datasets
     import numpy
     from PIL import Image

@@ -73,6 +73,8 @@ def test_best_compares_as_its_metric_says():
         return BestWeights(BestSection(metric=metric), None, SimpleNamespace(distributed_type="NO")).epoch(rows)
 
     assert (best("accuracy"), best("ece"), best(None)) == (2, 1, 2)
+    rows[0]["eval_loss"], rows[1]["eval_loss"], rows[2]["eval_loss"] = float("nan"), 2.0, 1.0
+    assert best("loss") == 3
     with pytest.raises(OptionError, match="top5"):
         best("top5")
 
