@@ -123,7 +123,7 @@ class StrictConfig(pydantic.BaseModel):
             options = load(text)
         # YAML's constructors let some ValueErrors through, such as that of a date that does not exist.
         except (ValueError, yaml.YAMLError, RecursionError) as error:
-            raise OptionError(f"{owner or cls.__name__}: not valid {form} ({error}).") from None
+            raise OptionError(f"{owner or cls.__name__}: not valid {form} ({one_line(error)}).") from None
         return cls.parse(options, owner=owner)
 
 
@@ -230,6 +230,13 @@ def models_in(annotation: Any) -> list[type[pydantic.BaseModel]]:
     return [model for part in typing.get_args(annotation) for model in models_in(part)]
 
 
+def one_line(error: Exception) -> str:
+    """Returns the message of an error in one line; YAML's own draws a picture of the place."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
+        return f"{error.problem} (line {error.problem_mark.line + 1}, column {error.problem_mark.column + 1})"
+    return " ".join(str(error).split())
+
+
 def load_json(text: str) -> Any:
     """Reads JSON; a duplicate key is an error, and so is NaN."""
     return json.loads(text, object_pairs_hook=_unique, parse_constant=_refuse_constant)
@@ -259,10 +266,12 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         # Checked before "<<" is merged in, because keys from a merge may be overridden.
-        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
+        there: set[str] = set()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in there:
+                told = f"the key {key.value!r} is given twice"
+                raise yaml.constructor.ConstructorError(None, None, told, key.start_mark)
+            there.add(key.value)
         return super().construct_mapping(node, deep)
 
 

@@ -1,5 +1,6 @@
 """Fixtures and settings of the whole suite."""
 
+import gc
 import os
 import zlib
 from collections.abc import Iterator
@@ -12,6 +13,17 @@ import torch
 hypothesis.settings.register_profile("default", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_collection_finish() -> None:
+    """Takes what the libraries made when they were imported out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """Puts it back, as some of it has to be collected at exit."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from solver_plugins.blocks.block import SolverBlock
 from solver_plugins.blocks.install import require_blocks
 from solver_plugins.errors import InputError
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.registry import SOLVERS
 
 LARGEST_GAIN = 1e3
@@ -33,7 +34,7 @@ class _Moments:
         self.count = 0
 
     def __call__(self, argument: Tensor, dim: int) -> None:
-        features = argument.detach().movedim(dim, -1).flatten(0, -2).double()
+        features = in_float64(argument).movedim(dim, -1).flatten(0, -2)
         self.total = self.total + features.sum(0)
         self.squares = self.squares + features.square().sum(0)
         self.count += len(features)

@@ -8,6 +8,7 @@ from torch import Tensor
 from solver_plugins.blocks.block import SolverBlock
 from solver_plugins.errors import OptionError
 from solver_plugins.operators import operator_from_kernel
+from solver_plugins.prox.prior import in_float64
 
 
 @torch.no_grad()
@@ -39,16 +40,17 @@ def effective_rate(block: SolverBlock, batch: Tensor, draws: int = 64) -> float:
     sampling = copy.copy(solver)
     sampling.samples_in_evaluation = True
     before = block.solver, block.training, block.output
+    others = [] if batch.device.type == "cpu" else [batch.device]
     block.solver, block.training, block.output = sampling, False, "argument"
     try:
-        with torch.random.fork_rng(devices=[batch.device] if batch.device.type == "cuda" else []):
-            found = torch.stack([block._run(batch)[0].double() for _ in range(draws)])
+        with torch.random.fork_rng(others, device_type=batch.device.type if others else "cuda"):
+            found = torch.stack([in_float64(block._run(batch)[0]) for _ in range(draws)])
     finally:
         block.solver, block.training, block.output = before
     # Unbiased: the mean of the draws has a share of their noise.
     noise = found.var(0).sum()
     relative = noise / (found.mean(0).square().sum() - noise / draws)
-    odds = relative * _over_dropout(block, batch.double())
+    odds = relative * _over_dropout(block, in_float64(batch))
     return float(odds / (1 + odds))
 
 
@@ -56,11 +58,11 @@ def _over_dropout(block: SolverBlock, u: Tensor) -> Tensor:
     """Returns ``|A u + b|^2 / sum_i u_i^2 |a_i|^2``: a relative noise times this is dropout's ``q/(1 - q)``."""
     if block.solver.samples == "outputs":
         return torch.ones(())
-    kernel = block._kernel_at_rest().double()
+    kernel = in_float64(block._kernel_at_rest())
     plain = operator_from_kernel(kernel, block.geometry, u.shape)
     output = plain.apply(u)
     if block.bias is not None:
-        output = output + block.bias.double().view(-1, *[1] * block.geometry.dims)
+        output = output + in_float64(block.bias).view(-1, *[1] * block.geometry.dims)
     return (
         output.square().sum() / operator_from_kernel(kernel.square(), block.geometry, u.shape).apply(u.square()).sum()
     )

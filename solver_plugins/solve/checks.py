@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from solver_plugins.errors import NoMinimizerError, NoMinimizerWarning, OptionError, warn
 from solver_plugins.operators import Geometry
 from solver_plugins.prox import Prior
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solve.base import SamplingSolver, Solver
 from solver_plugins.solve.problem import GateKind
@@ -104,7 +105,7 @@ def check_rank(solver: Solver, prior: Prior, kernel: Tensor) -> None:
     """
     if not solver.implicit or solver.config.is_regularised or prior.bounded or kernel.is_meta:
         return
-    if kernel.dim() == 2 and int(torch.linalg.matrix_rank(kernel.detach().double())) == kernel.shape[0]:
+    if kernel.dim() == 2 and int(torch.linalg.matrix_rank(in_float64(kernel))) == kernel.shape[0]:
         return
     raise NoMinimizerError(
         "gradient='implicit' with lam=0 needs a linear map of full row rank; a weight of shape "

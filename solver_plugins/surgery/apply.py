@@ -22,6 +22,7 @@ from solver_plugins.blocks import (
 )
 from solver_plugins.errors import SolverPluginsWarning, some, warn
 from solver_plugins.prox import Prior, prox_for
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.registry import SOLVERS
 from solver_plugins.surgery.conversion import BlockRecord, Conversion, Role, record_block
 from solver_plugins.surgery.errors import ConversionError, naming
@@ -261,8 +262,8 @@ def evaluated(model: nn.Module, batch: Any) -> list[Tensor]:
 
 def difference(before: list[Tensor], after: list[Tensor]) -> str:
     """Says how far two outputs of a model lie apart."""
-    size = math.sqrt(sum(float(one.double().square().sum()) for one in before))
-    moved = math.sqrt(sum(float((b - a).double().square().sum()) for a, b in zip(before, after, strict=True)))
+    size = math.sqrt(sum(float(in_float64(one).square().sum()) for one in before))
+    moved = math.sqrt(sum(float(in_float64(b - a).square().sum()) for a, b in zip(before, after, strict=True)))
     text = f"its outputs change by {moved / size if size else math.inf:.2g} of their norm"
     if before and before[0].dim() == 2 and before[0].shape[1] > 1:
         changed = int((before[0].argmax(1) != after[0].argmax(1)).sum())

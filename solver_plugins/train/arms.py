@@ -4,13 +4,12 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
-import torch
 from accelerate.utils import set_seed
 from torch import nn
 
 from solver_plugins.errors import OptionError
 from solver_plugins.surgery import convert_model, speaking
-from solver_plugins.train.classification import arguments_of
+from solver_plugins.train.classification import inputs_of
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import Loaders, Splits, example_of, make_loaders
 from solver_plugins.train.models import DTYPES, attach_head, build_model
@@ -51,11 +50,11 @@ def make_arm(
         attach_head(model, config.head)
     if name == "solver" and config.solver is not None:
         dtype = DTYPES[config.model.dtype]
-        example = _inputs(example_of(loaders.eval), dtype)
+        example = inputs_of(example_of(loaders.eval), dtype)
         if before_conversion is not None:
             before_conversion(model, example)
         count = config.solver.calibrate
-        first = None if count is None else (_inputs(batch, dtype) for batch in islice(loaders.start(0, 0), count))
+        first = None if count is None else (inputs_of(batch, dtype) for batch in islice(loaders.start(0, 0), count))
         with speaking("config"):
             convert_model(model, config.solver, calibrate=first, example_inputs=example)
     return model, loaders
@@ -81,8 +80,3 @@ def check_options(config: FinetuneConfig, splits: Splits) -> None:
                 f"{name} is about one class of several, and the labels pose a problem of {splits.problem_type}: leave "
                 "it out, or set data.problem_type."
             )
-
-
-def _inputs(batch: Any, dtype: torch.dtype) -> Any:
-    args, keywords = arguments_of(batch, dtype)
-    return args or keywords

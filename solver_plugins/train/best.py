@@ -1,5 +1,6 @@
 """The weights of a run's best epoch: kept in a file while training goes on, and put back at its end."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,8 @@ class BestWeights:
         values = [row[f"eval_{self.metric}"] for row in rows]
         if None in values:
             raise OptionError(f"best.metric={self.metric!r} is not defined for these examples; compare the loss.")
-        signed = [self.sign * value for value in values]
+        # One that is not a number, as after a loss that is too large, is the worst.
+        signed = [-math.inf if math.isnan(value) else self.sign * value for value in values]
         return int(rows[signed.index(max(signed))]["epoch"])
 
     def look(self, model: nn.Module, rows: list[dict[str, Any]]) -> bool:

@@ -14,17 +14,17 @@ from solver_plugins.train.problems import PROBLEMS, SINGLE, Problem
 from solver_plugins.train.sections import MixupSection
 
 
-def arguments_of(batch: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Returns positional and keyword arguments of the model's forward for a batch."""
+def inputs_of(batch: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[Tensor, ...] | dict[str, Tensor]:
+    """Returns the positional arguments of the model's forward for a batch, or the ones by name."""
     if "image" in batch:
-        return (batch["image"].to(dtype),), {}
-    return (), {key: value for key, value in batch.items() if key != "labels"}
+        return (batch["image"].to(dtype),)
+    return {key: value for key, value in batch.items() if key != "labels"}
 
 
 def logits_of(model: nn.Module, batch: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Runs a model of timm or transformers on a batch."""
-    args, keywords = arguments_of(batch, dtype)
-    result: Any = model(*args, **keywords)
+    inputs = inputs_of(batch, dtype)
+    result: Any = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
     logits: Tensor = getattr(result, "logits", result)
     # A loss needs more precision than autocast leaves.
     return logits if logits.dtype == torch.float64 else logits.float()

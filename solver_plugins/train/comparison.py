@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +16,18 @@ from rich.table import Table
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.outputs import write_whole
 from solver_plugins.train.problems import PROBLEMS, SINGLE, Problem, shown
+from solver_plugins.train.reading import given_options
 
 Rows = list[dict[str, Any]]
 _COLOURS = {"solver": "#1f6fb4", "baseline": "#d1701f", "plain": "#444444"}
-STYLE = """
+_STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
+h1 { overflow-wrap: anywhere; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; margin: 1rem 0; }
-th, td { padding: .3rem .9rem; border-bottom: 1px solid #ddd; text-align: right; }
+th, td { padding: .3rem .9rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-img { max-width: 100%; } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto; font-size: 13px; }
+img { width: 460px; max-width: 100%; } pre { background: #f5f5f5; padding: 1rem; overflow-x: auto; font-size: 13px; }
 """
 MOST_CLASSES = 30
 """How many classes a report lists."""
@@ -103,27 +106,37 @@ def result_table(config: FinetuneConfig, results: dict[str, dict[str, Any]]) -> 
     return made
 
 
+def html_page(config: FinetuneConfig, body: str) -> str:
+    """Returns a page about a run, which needs no other file; the config stands at its end."""
+    title = html.escape(f"{config.model.spec} on {config.data.name}")
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{_STYLE}</style>'
+        f"</head><body>\n<h1>{title}</h1>\n{body}<h2>Config</h2>\n<pre>{html.escape(given_options(config))}</pre>\n"
+        f"<details><summary>All options</summary><pre>{html.escape(config.to_yaml())}</pre></details>\n</body></html>\n"
+    )
+
+
+def html_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a table that a narrow screen can scroll."""
+
+    def row(cells: Iterable[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    body = "".join(row(cells, "td") for cells in rows)
+    return f'<div class="wide"><table><thead>{row(head, "th")}</thead><tbody>{body}</tbody></table></div>\n'
+
+
 def write_report(path: Path, config: FinetuneConfig, results: dict[str, dict[str, Any]], rows: dict[str, Rows]) -> None:
     """Writes ``report.html``: table, learning curves, the blocks' constants and residuals, the config."""
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in headings(problem_of(results)))
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>"
-        for cells in table_rows(config, results)
-    )
-    pictures = _picture(_curves(rows, problem_of(results)), "Learning curves")
+    problem, count = problem_of(results), next(iter(results.values()))["count"]
+    body = f"<p>{count} examples of {html.escape(config.data.eval_name)}, seed {config.seed}, {config.epochs} epochs. "
+    body += f"{_WILSON if problem.main == 'accuracy' else ''}</p>\n"
+    body += html_table(headings(problem), table_rows(config, results))
+    body += _pictures(_curves(rows, problem), "Learning curves")
     if any(row.get("blocks") for row in rows.get("solver", [])):
-        pictures += _picture(_blocks(rows["solver"]), "The solver blocks while training") + _BLOCKS
-    title = html.escape(f"{config.model.spec} on {config.data.name}")
-    count = next(iter(results.values()))["count"]
-    text = (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title><style>{STYLE}</style>'
-        f"</head><body>\n<h1>{title}</h1>\n<p>{count} examples of the split {html.escape(config.data.eval_name)}, seed "
-        f"{config.seed}, {config.epochs} epochs. {_WILSON if problem_of(results).main == 'accuracy' else ''}"
-        f'</p>\n<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
-        f"{pictures}{_by_class(results)}<h2>Config</h2>\n<pre>{html.escape(config.to_yaml())}</pre>\n</body></html>\n"
-    )
-    write_whole(path, text)
+        body += _pictures(_blocks(rows["solver"]), "The solver blocks while training") + _BLOCKS
+    write_whole(path, html_page(config, body + _by_class(results)))
 
 
 def _by_class(results: dict[str, dict[str, Any]]) -> str:
@@ -138,72 +151,70 @@ def _by_class(results: dict[str, dict[str, Any]]) -> str:
     chosen = (known[::-1] if problem.main in problem.smaller else known)[:MOST_CLASSES]
     whole = len(chosen) == len(known)
     title = f"Each {kind} by itself" if whole else f"The {len(chosen)} hardest of {len(known)}"
-    head = "".join(f"<th>{html.escape(name)}: {html.escape(problem.each)}</th>" for name in results)
-    body = "".join(
-        f"<tr><td>{html.escape(first['classes'][place])}</td>"
-        + "".join(f"<td>{one['per_class'][place]:.{problem.digits - 1}f}</td>" for one in results.values())
-        + "</tr>"
+    body = [
+        (first["classes"][place], *(shown(one["per_class"][place], problem.digits - 1) for one in results.values()))
         for place in chosen
-    )
-    return (
-        f'<h2>{title}</h2>\n<div class="wide"><table><thead><tr><th>{kind}</th>{head}</tr></thead><tbody>{body}</tbody>'
-        "</table></div>\n"
-    )
+    ]
+    return f"<h2>{title}</h2>\n" + html_table((kind, *(f"{name}: {problem.each}" for name in results)), body)
 
 
-def _picture(figure: Figure, title: str) -> str:
-    written = io.BytesIO()
-    figure.savefig(written, format="png", dpi=110)
-    data = base64.b64encode(written.getvalue()).decode("ascii")
-    return f'<h2>{html.escape(title)}</h2>\n<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">\n'
+def _pictures(figures: Iterable[Figure], title: str) -> str:
+    """Returns pictures beside each other, or below each other on a narrow screen."""
+    made = f"<h2>{html.escape(title)}</h2>\n"
+    for figure in figures:
+        written = io.BytesIO()
+        figure.savefig(written, format="png", dpi=140)
+        data = base64.b64encode(written.getvalue()).decode("ascii")
+        made += f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">\n'
+    return made
 
 
-def _figure(panels: int) -> tuple[Figure, list[Any]]:
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+def _axes(label: str, rows: Rows) -> Any:
+    """Returns the axes of a new figure, over the epochs of these rows."""
+    figure = Figure(figsize=(4.6, 3.4))
+    figure.subplots_adjust(left=0.17, right=0.97, bottom=0.14, top=0.93)
     # pyplot would need a display and keep the figure in memory.
     FigureCanvasAgg(figure)
-    axes = [figure.add_subplot(1, panels, number + 1) for number in range(panels)]
-    for one in axes:
-        one.grid(color="#dddddd", linewidth=0.8)
-        one.set_axisbelow(True)
-        one.set_xlabel("epoch")
-        one.xaxis.set_major_locator(MaxNLocator(integer=True))
-        one.margins(x=0.08)
-        for side in ("top", "right"):
-            one.spines[side].set_visible(False)
-    return figure, axes
+    axes = figure.add_subplot()
+    axes.grid(color="#dddddd", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_xlabel("epoch")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    # Whole epochs, also where there is a single one.
+    axes.set_xlim(rows[0]["epoch"] - 0.5, rows[-1]["epoch"] + 0.5)
+    axes.spines[["top", "right"]].set_visible(False)
+    return axes
 
 
-def _curves(rows: dict[str, Rows], problem: Problem) -> Figure:
-    figure, (loss, main) = _figure(2)
+def _curves(rows: dict[str, Rows], problem: Problem) -> list[Figure]:
+    longest = max(rows.values(), key=len)
+    loss, main = _axes("loss", longest), _axes(problem.headings[problem.main], longest)
     for name, points in rows.items():
         epochs = [row["epoch"] for row in points]
         style = {"color": _COLOURS[name], "marker": "o", "markersize": 3}
         loss.plot(epochs, [row["train_loss"] for row in points], label=f"{name}, train", linestyle="--", **style)
         loss.plot(epochs, [row["eval_loss"] for row in points], label=f"{name}, eval", **style)
         values = [row[f"eval_{problem.main}"] for row in points]
-        main.plot(epochs, [float("nan") if value is None else value for value in values], label=name, **style)
-    loss.set_ylabel("loss")
-    main.set_ylabel(problem.headings[problem.main])
+        main.plot(epochs, [math.nan if value is None else value for value in values], label=name, **style)
     for axes in (loss, main):
         axes.legend(frameon=False, fontsize=8)
-    return figure
+    return [loss.figure, main.figure]
 
 
-def _blocks(rows: Rows) -> Figure:
-    figure, (constants, residuals) = _figure(2)
+def _blocks(rows: Rows) -> list[Figure]:
     points = [row for row in rows if "blocks" in row]
-    names = list(points[0]["blocks"])
-    for axes, key, label in ((constants, "L", r"$L = \lambda_{\max}(A A^\top)$"), (residuals, "residual", "residual")):
-        positive = False
+    names, figures = list(points[0]["blocks"]), []
+    for key, label in (("L", r"$L = \lambda_{\max}(A A^\top)$"), ("residual", "residual")):
+        axes, positive = _axes(label, points), []
         for name in names:
             values = [row["blocks"].get(name, {}).get(key) for row in points]
-            axes.plot([row["epoch"] for row in points], [float("nan") if v is None else v for v in values],
+            axes.plot([row["epoch"] for row in points], [math.nan if v is None else v for v in values],
                       label=name, marker="o", markersize=3)  # fmt: skip
-            positive = positive or any(v is not None and v > 0 for v in values)
-        if positive:
+            positive += [v for v in values if v is not None and v > 0]
+        if positive and max(positive) > 10 * min(positive):
             axes.set_yscale("log")
-        axes.set_ylabel(label)
-    if len(names) <= 12:
-        residuals.legend(frameon=False, fontsize=7, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    return figure
+        if len(names) <= 12:
+            axes.legend(frameon=False, fontsize=7)
+        figures.append(axes.figure)
+    return figures

@@ -169,7 +169,9 @@ def _divided(found: Any, values: Sequence[Any], share: float) -> tuple[Any, Any]
         order = torch.randperm(len(own), generator=generator).tolist()
         chosen += [own[number] for number in order[: max(1, round(share * len(own)))]]
     if len(chosen) == len(found):
-        raise DataError(f"data.eval={share:g} leaves nothing to train on: each class has a single example.")
+        most = max(map(len, places.values()))
+        told = "each class has a single example" if most == 1 else f"no class has more than {most} examples"
+        raise DataError(f"data.eval={share:g} leaves nothing to train on: {told}.")
     kept = set(chosen)
     return found.select([place for place in range(len(found)) if place not in kept]), found.select(sorted(chosen))
 

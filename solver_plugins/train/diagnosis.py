@@ -8,14 +8,9 @@ from torch import nn
 
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import solver_report
-from solver_plugins.train.classification import arguments_of
+from solver_plugins.train.classification import inputs_of
 from solver_plugins.train.data import Batch, example_of
 from solver_plugins.train.randomness import seeded
-
-
-def _inputs(batch: Batch, dtype: torch.dtype) -> Any:
-    args, keywords = arguments_of(batch, dtype)
-    return args or keywords
 
 
 def block_rows(
@@ -28,7 +23,7 @@ def block_rows(
     with seeded(*place, "blocks", devices=True):
         try:
             model.eval()
-            found = solver_report(model, _inputs(batch, dtype))
+            found = solver_report(model, inputs_of(batch, dtype))
         finally:
             model.train(training)
     return {block.name: {"L": _number(block.L), "residual": _number(block.last_residual)} for block in found.blocks}
@@ -45,7 +40,7 @@ def worst_block(model: nn.Module, batch: Batch, dtype: torch.dtype) -> str:
     It is empty where every block has solved its problem: then no block is to blame.
     """
     try:
-        found = solver_report(model, _inputs(batch, dtype)).blocks
+        found = solver_report(model, inputs_of(batch, dtype)).blocks
     except SolverPluginsError as error:
         return f" The blocks could not be looked at: {error}"
     lost = [block for block in found if block.verdict == "not finite"]

@@ -340,5 +340,5 @@ class FinetunedArm:
             where = worst_block(self.loop.inner, batch, self.dtype)
         kept = next((f"The last good checkpoint is kept: {path}." for path in self.checkpoints.found()),
                     "No checkpoint was written before it.")  # fmt: skip
-        advice = "A smaller optimizer.lr, optimizer.clip, solver.calibrate, or a smaller solver.blend may help."
-        return f"{where} {kept} {advice}"
+        own = ", solver.calibrate, or a smaller solver.blend" if self.solving else ""
+        return f"{where} {kept} A smaller optimizer.lr, a gradient clipped by optimizer.clip{own} may help."

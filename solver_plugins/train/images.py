@@ -34,7 +34,8 @@ def opened(found: Any, column: str, name: str) -> Any:
     feature = found.features[column]
     if isinstance(feature, datasets.Image):
         return found
-    if getattr(feature, "dtype", None) != "string":
+    # What a table has: pandas and polars write large_string.
+    if getattr(feature, "dtype", None) not in ("string", "large_string", "string_view"):
         raise DataError(f"Expected images, or names of their files, in the column {column!r}; found {feature}.")
     place = Path(name).expanduser()
     root = place if place.is_dir() else place.parent

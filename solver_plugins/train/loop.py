@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from solver_plugins.blocks import refresh_steps
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.train.data import Batch
 from solver_plugins.train.errors import DivergedError
 from solver_plugins.train.launch import Alone
@@ -174,7 +175,7 @@ class Loop:
         if not self._window:
             return
         losses = self.accelerator.gather(torch.stack([loss for _, loss, _ in self._window]).unsqueeze(0))
-        for (step, _, batch), value in zip(self._window, losses.double().mean(0).tolist(), strict=True):
+        for (step, _, batch), value in zip(self._window, in_float64(losses).mean(0).tolist(), strict=True):
             if not math.isfinite(value):
                 self._stop(f"The loss of {self.name} is {value} at step {step}", batch)
             self.progress.loss += value / self.accelerator.gradient_accumulation_steps

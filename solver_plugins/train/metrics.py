@@ -1,32 +1,10 @@
 """Measures of a classifier beside its accuracy: top-5 accuracy, macro F1, calibration, and each class by itself."""
 
-from dataclasses import dataclass
-
 import numpy
 from numpy.typing import NDArray
 
 BINS = 15
 """Bins of confidence for the calibration error."""
-
-
-@dataclass(frozen=True)
-class Measures:
-    """What the answers to labelled examples are worth; shares are percentages.
-
-    Attributes:
-        accuracy: How many answers are right.
-        top5: How often the right class is among the five likeliest; None for five classes or fewer.
-        macro_f1: The mean over the classes of the harmonic mean of precision and recall. Classes that neither occur
-            nor are answered are left out.
-        ece: Expected calibration error: how far confidence and accuracy are apart, on average over bins of confidence.
-        per_class: The accuracy on each class's own examples; None where there are none.
-    """
-
-    accuracy: float
-    top5: float | None
-    macro_f1: float
-    ece: float
-    per_class: list[float | None]
 
 
 def measure(
@@ -35,8 +13,13 @@ def measure(
     confidence: NDArray[numpy.float64],
     in_top5: NDArray[numpy.bool_],
     classes: int,
-) -> Measures:
-    """Returns the measures of the answers to all examples.
+) -> tuple[dict[str, float | None], list[float | None]]:
+    """Returns the measures of a classifier's answers in percent, and the accuracy on each class's own examples.
+
+    ``top5`` is None for five classes or fewer. ``macro_f1`` is the mean over the classes of the harmonic mean of
+    precision and recall; classes that neither occur nor are answered are left out. ``ece`` is the expected calibration
+    error: how far confidence and accuracy are apart, on average over bins of confidence. The accuracy on a class
+    without examples is None.
 
     Args:
         labels: The right classes.
@@ -53,13 +36,13 @@ def measure(
     # A network that has diverged answers with NaN, which has no bin; its error is NaN, too.
     bins = numpy.minimum((numpy.nan_to_num(confidence) * BINS).astype(numpy.int64), BINS - 1)
     gaps = numpy.bincount(bins, weights=confidence - right, minlength=BINS)
-    return Measures(
-        accuracy=100 * float(right.mean()),
-        top5=100 * float(in_top5.mean()) if classes > 5 else None,
-        macro_f1=100 * float(f1.mean()),
-        ece=100 * float(numpy.abs(gaps).sum()) / len(labels),
-        per_class=[100 * float(hit) / int(count) if count else None for hit, count in zip(hits, there, strict=True)],
-    )
+    measures = {
+        "accuracy": 100 * float(right.mean()),
+        "top5": 100 * float(in_top5.mean()) if classes > 5 else None,
+        "macro_f1": 100 * float(f1.mean()),
+        "ece": 100 * float(numpy.abs(gaps).sum()) / len(labels),
+    }
+    return measures, [100 * float(hit) / int(n) if n else None for hit, n in zip(hits, there, strict=True)]
 
 
 def average_precision(scores: NDArray[numpy.float64], truth: NDArray[numpy.bool_]) -> float | None:

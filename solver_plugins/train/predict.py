@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from solver_plugins.integrations.errors import LoadingError
 from solver_plugins.integrations.preprocessing import load_tokenizer
 from solver_plugins.integrations.saving import load
 from solver_plugins.train.adapters import load_adapted
@@ -65,6 +66,9 @@ def predict(
     if (top is not None and top < 1) or batch_size < 1:
         raise DataError(f"Expected top and batch_size of at least 1; found {top} and {batch_size}.")
     place = Path(folder).expanduser()
+    models = [str(path.parent) for start in ("", "*/", "*/*/") for path in place.glob(f"{start}model/config.json")]
+    if models and not (place / "config.json").is_file():
+        raise LoadingError(f"{str(folder)!r} is not a saved model, but holds some: {', '.join(sorted(models))}.")
     adapted = (place / "adapter_config.json").is_file()
     model: Any = load_adapted(place) if adapted else load(folder).eval()
     folder = place.parent / BASE if adapted else folder

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
+from solver_plugins.prox.prior import in_float64
 from solver_plugins.train.metrics import average_precision, measure
 
 ProblemType = Literal["single_label_classification", "multi_label_classification", "regression"]
@@ -80,9 +81,7 @@ class SingleLabel(Problem):
 
     def measure(self, told: Sequence[Tensor], names: int) -> Found:
         labels, answers, confidence, in_top5 = told
-        found = measure(labels.numpy(), answers.numpy(), confidence.double().numpy(), in_top5.numpy(), names)
-        numbers = {"accuracy": found.accuracy, "top5": found.top5, "macro_f1": found.macro_f1, "ece": found.ece}
-        return numbers, found.per_class
+        return measure(labels.numpy(), answers.numpy(), confidence.double().numpy(), in_top5.numpy(), names)
 
 
 class MultiLabel(Problem):
@@ -100,7 +99,7 @@ class MultiLabel(Problem):
     def told(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         targets = targets.to(outputs.dtype)
         losses = functional.binary_cross_entropy_with_logits(outputs, targets, reduction="none")
-        return outputs.double(), targets > 0.5, losses.mean(-1)
+        return in_float64(outputs), targets > 0.5, losses.mean(-1)
 
     def measure(self, told: Sequence[Tensor], names: int) -> Found:
         scores, truth = told[0].numpy(), told[1].numpy()
@@ -133,7 +132,7 @@ class Regression(Problem):
         return nn.MSELoss()
 
     def told(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        outputs, targets = outputs.double(), targets.double()
+        outputs, targets = in_float64(outputs), in_float64(targets)
         return outputs, targets, (outputs - targets).square().mean(-1)
 
     def measure(self, told: Sequence[Tensor], names: int) -> Found:
@@ -156,6 +155,4 @@ def shown(value: float | None, digits: int) -> str:
 
 PROBLEMS: Mapping[str, Problem] = {one.name: one for one in (SingleLabel(), MultiLabel(), Regression())}
 assert set(PROBLEMS) == set(get_args(ProblemType))
-MEASURES = tuple(dict.fromkeys(["loss", *(key for one in PROBLEMS.values() for key in one.headings)]))
-"""Every measure by which epochs can be compared."""
 SINGLE: ProblemType = "single_label_classification"

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from solver_plugins.config import YamlDumper, load_json, load_yaml
+from solver_plugins.config import YamlDumper, load_json, load_yaml, one_line
 from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.integrations.models import read_value
 from solver_plugins.shipped import shipped_file, shipped_names
@@ -54,7 +54,9 @@ def read_options(path: Path, what: str) -> Any:
     except OSError as error:
         raise OptionError(f"Cannot read the {what} {str(path)!r}: {error.strerror}.") from None
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise OptionError(f"The {what} {str(path)!r} is not valid {path.suffix[1:].upper()}: {error}.") from None
+        raise OptionError(
+            f"The {what} {str(path)!r} is not valid {path.suffix[1:].upper()}: {one_line(error)}."
+        ) from None
 
 
 def _recipe(name: str) -> Path | None:

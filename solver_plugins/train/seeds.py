@@ -1,6 +1,5 @@
 """One config with several seeds: a run for each, and their mean, spread and paired differences."""
 
-import html
 import json
 import math
 import statistics
@@ -8,20 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+from tqdm.auto import tqdm
 
 from solver_plugins.train import outputs
-from solver_plugins.train.comparison import STYLE, problem_of
+from solver_plugins.train.comparison import html_page, html_table, problem_of
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.finetune import finetune
 from solver_plugins.train.launch import first_process
 
 
-def measures_of(models: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Returns what is compared over the seeds, and what tables call it, from the results of one seed."""
-    found = problem_of(models).headings
-    first = next(iter(models.values()))
-    kept = {key: heading for key, heading in found.items() if key != "top5" and first.get(key) is not None}
-    return {**kept, "loss": "eval loss", "seconds": "seconds"}
+def measures_of(models: dict[str, dict[str, Any]]) -> dict[str, tuple[str, int]]:
+    """Returns what is compared over the seeds, from the results of one: heading and digits of each."""
+    problem, first = problem_of(models), next(iter(models.values()))
+    kept = (key for key in problem.headings if key != "top5" and first.get(key) is not None)
+    return {
+        **{key: (problem.headings[key], problem.digits) for key in kept}, "loss": ("eval loss", 4),
+        "seconds": ("seconds", 1),
+    }  # fmt: skip
 
 
 def finetune_seeds(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -49,6 +51,8 @@ def finetune_seeds(config: FinetuneConfig, *, resume: bool = False, overwrite: b
     runs: dict[str, dict[str, dict[str, Any]]] = {}
     for seed in config.seeds:
         own = config.model_copy(update={"seed": seed, "seeds": None, "output": str(place / f"seed-{seed}")})
+        if first_process():
+            tqdm.write(f"Seed {seed}:")
         runs[str(seed)] = finetune(own, resume=resume, overwrite=overwrite)
         if first_process():
             outputs.write_whole(place / outputs.CONFIG, config.to_yaml())
@@ -82,42 +86,36 @@ def _mean_and_spread(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), statistics.stdev(values)
 
 
-def rows_of(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Returns the cells of the table: a row for each model, then the paired difference."""
-    rows = [
-        (name, *(f"{one[key][0]:.2f} ± {one[key][1]:.2f}" for key in one)) for name, one in results["summary"].items()
-    ]
+def _cells(results: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Returns the heading of the table, and its rows: one for each model, then the paired difference."""
+    measures = measures_of(next(iter(results["seeds"].values())))
+
+    def cells(found: dict[str, tuple[float, float]], sign: str = "") -> list[str]:
+        digits = {key: measures[key][1] for key in found}
+        return [f"{mean:{sign}.{digits[key]}f} ± {other:.{digits[key]}f}" for key, (mean, other) in found.items()]
+
+    rows = [(name, *cells(one)) for name, one in results["summary"].items()]
     if results["differences"]:
-        cells = (f"{mean:+.2f} ± {error:.2f}" for mean, error in results["differences"].values())
-        rows.append(("solver - baseline (standard error)", *cells))
-    return rows
+        rows.append(("solver - baseline (standard error)", *cells(results["differences"], "+")))
+    return ("model", *(heading for heading, _ in measures.values())), rows
 
 
 def seeds_table(config: FinetuneConfig, results: dict[str, Any]) -> Table:
     """Returns the comparison over all seeds for a terminal."""
     made = Table(title=f"{config.model.spec} on {config.data.name}: {len(results['seeds'])} seeds, mean ± deviation")
-    for heading in ("model", *measures_of(next(iter(results["seeds"].values()))).values()):
+    head, rows = _cells(results)
+    for heading in head:
         made.add_column(heading, justify="left" if heading == "model" else "right")
-    for cells in rows_of(results):
+    for cells in rows:
         made.add_row(*cells)
     return made
 
 
 def _report(config: FinetuneConfig, results: dict[str, Any]) -> str:
-    title = html.escape(f"{config.model.spec} on {config.data.name}")
-    first = next(iter(results["seeds"].values()))
-    head = "".join(f"<th>{html.escape(text)}</th>" for text in ("model", *measures_of(first).values()))
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows_of(results)
-    )
     links = ", ".join(f'<a href="seed-{seed}/{outputs.REPORT}">seed {seed}</a>' for seed in results["seeds"])
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width"><title>{title}</title>'
-        f"<style>{STYLE}</style></head><body>\n"
-        f"<h1>{title}</h1>\n<p>Mean and standard deviation over {len(results['seeds'])} seeds. The last row, where "
-        "there is a baseline, is the mean difference of pairs with the same seed, and its standard error.</p>\n"
-        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>\n'
-        f"<p>Reports of the runs: {links}.</p>\n<h2>Config</h2>\n<pre>{html.escape(config.to_yaml())}</pre>\n"
-        "</body></html>\n"
+    return html_page(
+        config,
+        f"<p>Mean and standard deviation over {len(results['seeds'])} seeds. The last row, where there is a baseline, "
+        "is the mean difference of pairs with the same seed, and its standard error.</p>\n"
+        f"{html_table(*_cells(results))}<p>Reports of the runs: {links}.</p>\n",
     )

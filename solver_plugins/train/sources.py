@@ -1,6 +1,7 @@
 """Loads examples through ``datasets``: the embedded digits, folders, files and the hub."""
 
 import difflib
+import functools
 import glob
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,9 @@ def _from_images(place: Path, split: str) -> Any:
     return datasets.load_dataset("imagefolder", data_files=data_files, split=split, drop_labels=False)
 
 
+@functools.cache
 def _digits() -> Any:
+    """Returns both splits of the digits; a data set is never changed in place."""
     import datasets
     import numpy
     from PIL import Image
@@ -154,7 +157,9 @@ def _explained(config: DataSection, split: str, error: Exception) -> DataError:
     if not (Path(config.name).expanduser().exists() or config.name == "digits"):
         advice = "Looked for a folder or file of that name, in the cache of Hugging Face, and on its hub."
         advice += f"{_folders_like(config.name)} {_options()}"
-    return DataError(f"Cannot load the split {split!r} of {config.name!r}: {summary_of(error)} {advice}")
+    # datasets wraps what went wrong in a sentence that says only that something did.
+    told = summary_of(error.__cause__ if isinstance(error.__cause__, Exception) else error).rstrip(".")
+    return DataError(f"Cannot load the split {split!r} of {config.name!r}: {told}. {advice}")
 
 
 def _folders_like(name: str) -> str:

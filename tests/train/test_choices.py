@@ -33,18 +33,18 @@ def test_measures_against_scikit_learn():
     labels = generator.integers(0, 6, 200)  # Class 6 never occurs.
     answers, confidence = scores.argmax(1), scores.max(1)
     in_top5 = numpy.array([label in row.argsort()[-5:] for label, row in zip(labels, scores, strict=True)])
-    found = measure(labels, answers, confidence, in_top5, 7)
-    assert found.accuracy == pytest.approx(100 * (labels == answers).mean())
-    assert found.macro_f1 == pytest.approx(100 * f1_score(labels, answers, average="macro"))
-    assert found.top5 == pytest.approx(100 * top_k_accuracy_score(labels, scores, k=5, labels=range(7)))
-    assert found.per_class[6] is None
-    assert found.per_class[2] == pytest.approx(100 * (answers[labels == 2] == 2).mean())
+    found, per_class = measure(labels, answers, confidence, in_top5, 7)
+    assert found["accuracy"] == pytest.approx(100 * (labels == answers).mean())
+    assert found["macro_f1"] == pytest.approx(100 * f1_score(labels, answers, average="macro"))
+    assert found["top5"] == pytest.approx(100 * top_k_accuracy_score(labels, scores, k=5, labels=range(7)))
+    assert per_class[6] is None
+    assert per_class[2] == pytest.approx(100 * (answers[labels == 2] == 2).mean())
     expected = 0.0
     for low in range(BINS):
         inside = (confidence >= low / BINS) & (confidence < (low + 1) / BINS)
         if inside.any():
             expected += inside.mean() * abs(confidence[inside].mean() - (labels == answers)[inside].mean())
-    assert found.ece == pytest.approx(100 * expected)
+    assert found["ece"] == pytest.approx(100 * expected)
 
 
 def test_the_best_epoch_is_exported(tmp_path):
@@ -73,6 +73,8 @@ def test_best_compares_as_its_metric_says():
         return BestWeights(BestSection(metric=metric), None, SimpleNamespace(distributed_type="NO")).epoch(rows)
 
     assert (best("accuracy"), best("ece"), best(None)) == (2, 1, 2)
+    rows[0]["eval_loss"], rows[1]["eval_loss"], rows[2]["eval_loss"] = float("nan"), 2.0, 1.0
+    assert best("loss") == 3
     with pytest.raises(OptionError, match="top5"):
         best("top5")
 

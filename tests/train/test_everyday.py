@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from solver_plugins.errors import OptionError
 from solver_plugins.train import DataError, FinetuneConfig, OutputError
 from solver_plugins.train.arms import make_arm
-from solver_plugins.train.comparison import wilson
+from solver_plugins.train.comparison import _blocks, _curves, wilson
 from solver_plugins.train.config import DataSection
 from solver_plugins.train.data import example_of, load_splits
 from solver_plugins.train.diagnosis import worst_block
@@ -28,6 +28,7 @@ from solver_plugins.train.finetune import finetune
 from solver_plugins.train.models import build_model
 from solver_plugins.train.outputs import LOCK
 from solver_plugins.train.preparation import image_preparation, image_settings
+from solver_plugins.train.problems import PROBLEMS, SINGLE
 from solver_plugins.train.reading import given_options
 from tests.train.runs import VIT, options, tiny
 
@@ -215,6 +216,18 @@ def test_no_block_is_blamed_for_what_it_did_not_do(tmp_path):
 def test_unknown_optimizers_have_near_names(tmp_path):
     with pytest.raises(OptionError, match=r"Did you mean .*'adamw'"):
         finetune(tiny(tmp_path / "run", optimizer={"opt": "adamww"}))
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 40])
+def test_reports_count_in_whole_epochs(epochs):
+    rows = [{"epoch": one + 1, "train_loss": 1.0, "eval_loss": 1.0, "eval_accuracy": 50.0} for one in range(epochs)]
+    for row in rows:
+        row["blocks"] = {"fc": {"L": 0.5, "residual": 1e-7}}
+    for figure in (*_curves({"solver": rows}, PROBLEMS[SINGLE]), *_blocks(rows)):
+        (axes,) = figure.axes
+        low, high = axes.get_xlim()
+        ticks = [tick for tick in axes.get_xticks() if low <= tick <= high]
+        assert ticks and all(tick == round(tick) for tick in ticks) and low < 1 <= epochs < high
 
 
 def test_given_options_are_the_ones_that_were_given(tmp_path):

@@ -12,6 +12,7 @@ import transformers
 from PIL import Image
 
 import solver_plugins
+from solver_plugins.integrations.errors import LoadingError
 from solver_plugins.train import DataError
 from solver_plugins.train.finetune import finetune
 from tests.train.runs import tiny
@@ -96,5 +97,10 @@ def test_on_the_command_line(tmp_path):
     (place / "broken.jpg").write_text("no picture")
     with pytest.raises(DataError, match=r"broken\.jpg"):
         solver_plugins.predict(tmp_path / "model", [place])
+    (tmp_path / "run" / "plain").mkdir(parents=True)
+    (tmp_path / "model").rename(tmp_path / "run" / "plain" / "model")
+    with pytest.raises(LoadingError, match=r"holds some: .*run.plain.model\."):
+        solver_plugins.predict(tmp_path / "run", [place])
+    (tmp_path / "run" / "plain" / "model").rename(tmp_path / "model")
     with pytest.raises(DataError, match="found no file ending in"):
         solver_plugins.predict(tmp_path / "model", [tmp_path / "model"])

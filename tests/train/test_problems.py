@@ -1,6 +1,8 @@
 """Several labels at once, and numbers: data, loss, measures, report and predictions, and labels that do not fit."""
 
+import csv
 import json
+from pathlib import Path
 
 import datasets
 import numpy
@@ -19,7 +21,7 @@ from solver_plugins.train.data import load_splits
 from solver_plugins.train.finetune import finetune
 from solver_plugins.train.metrics import average_precision
 from solver_plugins.train.plan import plan_run
-from solver_plugins.train.problems import MEASURES, PROBLEMS
+from solver_plugins.train.problems import PROBLEMS
 from solver_plugins.train.sections import BestSection
 from tests.train.runs import options, tiny
 from tests.train.test_run import small_text_model
@@ -93,7 +95,8 @@ def test_measures_against_scikit_learn():
     assert found["r2"] == pytest.approx(r2_score(targets, outputs))
     assert each[2] == pytest.approx(float((outputs - targets)[:, 2].square().mean()) ** 0.5)
     assert float(losses.mean()) == pytest.approx(float(problem.loss()(outputs, targets)))
-    assert set(MEASURES) == set(BestSection.model_fields["metric"].annotation.__args__[0].__args__)
+    measures = {"loss", *(key for one in PROBLEMS.values() for key in one.headings)}
+    assert measures == set(BestSection.model_fields["metric"].annotation.__args__[0].__args__)
 
 
 def test_several_labels_are_learnt_reported_and_predicted(tmp_path):
@@ -139,6 +142,23 @@ def test_numbers_are_learnt_reported_and_predicted(tmp_path):
     assert numpy.sqrt(numpy.mean(numpy.square(errors))) == pytest.approx(one["rmse"], rel=1e-4)
     report = (tmp_path / "run" / "report.html").read_text()
     assert "<td>dark</td>" in report and "Each target by itself" in report
+
+
+@pytest.mark.parametrize(("form", "given", "problem"), [
+    ("text", {"separator": " "}, MULTI), ("columns", {"label": list(COLOURS)}, MULTI), ("bright", {}, REGRESSION),
+    ("both", {"label": ["bright", "dark"]}, REGRESSION),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_tables_as_csv(tmp_path, form, given, problem):
+    """Their columns of texts are large_string, as pandas makes them."""
+    rows = [json.loads(line) for line in Path(colours(tmp_path, form)).read_text().splitlines()]
+    with (tmp_path / "photos.csv").open("w", newline="") as file:
+        table = csv.DictWriter(file, rows[0])
+        table.writeheader()
+        table.writerows(rows)
+    label = given.get("label", "labels" if form == "text" else None)
+    splits = load_splits(DataSection(**{**given, "name": str(tmp_path / "photos.csv"), "label": label, "eval": 0.25}))
+    assert splits.problem_type == problem and splits.column == "file" and splits.train[0]["file"].size == (8, 8)
 
 
 # datasets leaves the table open.

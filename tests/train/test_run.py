@@ -84,7 +84,7 @@ def test_rows_report_and_tracker(finished):
     assert all(block["L"] > 0 and block["residual"] >= 0 for block in rows[-1]["blocks"].values())
     assert list((folder / "logs").rglob("events.out.tfevents*"))
     report = (folder / "report.html").read_text()
-    assert report.count("data:image/png;base64,") == 2 and "http" not in report
+    assert report.count("data:image/png;base64,") == 4 and "http" not in report
     assert f"{results['baseline']['accuracy']:.2f}" in report and "proxgd" in report
     assert len(list((folder / "solver" / "checkpoints").iterdir())) == 2
 
