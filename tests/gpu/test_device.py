@@ -8,13 +8,23 @@ import timm
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 
 from solver_plugins import SolverBlock, convert_model, refresh_steps, revert_model
 from solver_plugins.blocks import blocks_of
+from tests.gloo import in_two_processes
+from tests.promises.cases import MODELS, run, twins
+from tests.promises.small import still
 from tests.solve.cases import CASES
 
 KIND = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else None
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(KIND is None, reason="needs a CUDA or MPS device")]
+
+
+@pytest.fixture(autouse=True)
+def whole_floats(monkeypatch):
+    """Convolutions of CUDA are rounded to 10 bits by default."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def tiny():
@@ -32,14 +42,52 @@ def test_one_iteration_is_the_plain_network(training):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("iters", [1, 3])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_models_of_the_promises(model, iters):
+    """One iteration is the plain model on the CPU, three are the converted one there; gradients, too."""
+    plain, made = twins(model, "proxgd", iters=iters)
+    expected = plain if iters == 1 else copy.deepcopy(made)
+    outputs = [run(still(one).train(), model) for one in (made.to(KIND), expected)]
+    torch.testing.assert_close(outputs[0].cpu(), outputs[1], rtol=1e-3, atol=1e-3)
+    for output in outputs:
+        output.square().mean().backward()
+    for (name, one), (_, other) in zip(made.named_parameters(), expected.named_parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), name
+        if other.grad is not None:
+            torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-2, atol=1e-3)
+
+
+def gradients(device: str, rows: slice, wrap) -> list:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(12, 10), nn.ReLU(), nn.Linear(10, 9), nn.Tanh(), nn.Linear(9, 3))
+    made = wrap(convert_model(net, "proxgd", 3, pattern="all").to(device))
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(1))[rows].to(device)
+    made(x).square().mean().backward()
+    return [parameter.grad.tolist() for parameter in net.parameters()]
+
+
+def half(rank: int) -> list:
+    wrap = lambda made: DistributedDataParallel(made, device_ids=[rank])  # noqa: E731
+    return gradients(f"cuda:{rank}", slice(4 * rank, 4 * rank + 4), wrap)
+
+
+def test_data_parallel_on_two_devices():
+    """Over gloo, as everywhere else in the tests."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    one, other = in_two_processes(half)
+    assert one == other
+    for found, expected in zip(one, gradients("cpu", slice(None), lambda made: made), strict=True):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-5)
+
+
 @pytest.mark.parametrize("solver", sorted(CASES))
 @pytest.mark.parametrize("make", [lambda: nn.Linear(12, 8), lambda: nn.Conv2d(3, 4, 3, padding=1)])
 def test_the_same_numbers_as_on_the_cpu(make, solver):
     torch.manual_seed(0)
     block = SolverBlock.from_layer(make(), "relu", solver, 4, **CASES[solver]).eval()
     u = torch.randn(5, 12) if isinstance(block, nn.Linear) else torch.randn(2, 3, 8, 8)
-    if block.solver.samples_in_evaluation if hasattr(block.solver, "samples_in_evaluation") else False:
-        pytest.skip("draws other numbers on another device")
     expected = block(u)
     moved = copy.deepcopy(block).to(KIND)
     torch.testing.assert_close(moved(u.to(KIND)).cpu(), expected, rtol=1e-3, atol=1e-3)

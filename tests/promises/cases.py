@@ -140,11 +140,11 @@ def convert(plain: nn.Module, model: str, solver: str, iters: int = 3, **options
 
 def run(made: nn.Module, model: str, dtype: torch.dtype = torch.float32, rows: slice = slice(None)) -> Tensor:
     """Returns the model's output (its logits) for some rows of the table's batch."""
-    inputs = MODELS[model].inputs(dtype)
+    inputs, device = MODELS[model].inputs(dtype), next(made.parameters()).device
     if isinstance(inputs, tuple):
-        result = made(*(one[rows] for one in inputs))
+        result = made(*(one[rows].to(device) for one in inputs))
     else:
-        result = made(**{name: one[rows] for name, one in inputs.items()})
+        result = made(**{name: one[rows].to(device) for name, one in inputs.items()})
     return result if isinstance(result, Tensor) else result.logits
 
 
