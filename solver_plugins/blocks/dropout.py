@@ -6,6 +6,8 @@ from solver_plugins.blocks.link import Handed, find, put
 from solver_plugins.blocks.shell import Shell
 from solver_plugins.errors import SolverPluginsError
 
+TAKEN = "_rates_taken_over"
+"""Where a module keeps the rates that its attributes had, which functional dropouts read."""
 _DROPPED = "dropped"
 """The mark of what a shared dropout returns: it says what the dropout was given."""
 _DRAWN = "drawn"
@@ -65,6 +67,19 @@ def undropped(input: Tensor) -> Tensor:
 def mark_as_drawn(output: Tensor) -> Tensor:
     """Tells a routed dropout behind a coordinate solver that its work is done."""
     return put(output, Handed(_DRAWN))
+
+
+def check_rates(name: str, module: nn.Module) -> None:
+    """Raises SolverPluginsError in training if a rate that a solver has taken over is above zero again."""
+    for attribute in vars(module).get(TAKEN, ()) if module.training else ():
+        rate = getattr(module, attribute)
+        if rate:
+            path = f"{name}.{attribute}" if name else attribute
+            raise SolverPluginsError(
+                f"{path!r} was set to {rate} after the conversion, but a solver samples in place of this dropout, and "
+                "features would be dropped twice. Set it to 0 and give the solver the rate (p=), or call "
+                "revert_model(model) first."
+            )
 
 
 def pass_through(dropout: nn.Module) -> None:

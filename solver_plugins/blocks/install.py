@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from solver_plugins.blocks.block import SolverBlock, become_block, become_layer
-from solver_plugins.blocks.dropout import PassThrough, RoutedDropout
+from solver_plugins.blocks.dropout import TAKEN, PassThrough, RoutedDropout, check_rates
 from solver_plugins.blocks.fold import check_foldable
 from solver_plugins.blocks.link import Link, Place, Role, Scope, open_scope
 from solver_plugins.blocks.outlet import Outlet, close, open_ends
@@ -107,7 +107,7 @@ def restore(model: nn.Module, chosen: Container[SolverBlock] | None = None) -> b
 
 
 class Guard:
-    """A hook before a converted model: raises where a converted layer is no longer a part of it.
+    """A hook before a converted model: raises where a converted layer is no longer a part of it, or drops twice.
 
     ``timm.utils.reparameterize_model`` fuses layers with their norms, and other tools replace modules that hold
     converted layers. The network would go on without its solvers, as another function.
@@ -118,10 +118,13 @@ class Guard:
         modules = dict(model.named_modules())
         self.places = {name: _place(name, modules) for name in self.blocks}
         self.seen = _steps_to(model, self.blocks.values())
+        self.rated = [(name, module) for name, module in modules.items() if TAKEN in vars(module)]
         self.model = model
 
     def __call__(self, model: nn.Module, args: Any) -> None:
         """Looks whether every layer stands where it stood, and for those that do not, whether that is all right."""
+        for name, module in self.rated:
+            check_rates(name, module)
         # The compiler follows this loop, and guards its code by what the loop has read.
         for parent, key, child in self.seen:
             if parent._modules.get(key) is not child:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
-from solver_plugins.surgery.kinds import function_kind, module_kind
+from solver_plugins.surgery.kinds import drops_channels, drops_otherwise, function_kind, module_kind
 from solver_plugins.surgery.record import Call, Record
 
 CallKind = Literal["linear", "norm", "dropout", "droppath", "activation", "shape", "add", "other"]
@@ -52,6 +53,16 @@ class Rate:
     problem: str | None = None
 
 
+def rate_of(call: Call) -> float:
+    """Returns the rate of a dropout or DropPath in training; zero for a function called with training=False."""
+    if call.module is not None:
+        # timm and transformers call the rate of a DropPath drop_prob.
+        return float(getattr(call.module, "p", getattr(call.module, "drop_prob", 0.0)))
+    p = call.args[1] if len(call.args) > 1 else call.kwargs.get("p", 0.5)
+    training = call.args[2] if len(call.args) > 2 else call.kwargs.get("training", call.kwargs.get("train", True))
+    return float(p) if training and isinstance(p, int | float) else 0.0
+
+
 class Graph:
     """A record with the questions that the matcher asks of it; ``rates`` are those of functional dropouts, if known."""
 
@@ -73,18 +84,9 @@ class Graph:
     def _find_kind(self, call: Call) -> CallKind:
         if call.module is not None:
             kind = module_kind(call.module) or "other"
-            return "shape" if kind in ("dropout", "droppath") and self.rate(call) == 0 else kind
+            return "shape" if kind in ("dropout", "droppath") and rate_of(call) == 0 else kind
         does = "other" if call.function is None else function_kind(call.function)
-        return "shape" if does == "dropout" and self.rate(call) == 0 else does
-
-    def rate(self, call: Call) -> float:
-        """Returns the rate of a dropout or DropPath in training; zero for a function called with training=False."""
-        if call.module is not None:
-            # timm and transformers call the rate of a DropPath drop_prob.
-            return float(getattr(call.module, "p", getattr(call.module, "drop_prob", 0.0)))
-        p = call.args[1] if len(call.args) > 1 else call.kwargs.get("p", 0.5)
-        training = call.args[2] if len(call.args) > 2 else call.kwargs.get("training", call.kwargs.get("train", True))
-        return float(p) if training and isinstance(p, int | float) else 0.0
+        return "shape" if does == "dropout" and rate_of(call) == 0 else does
 
     def readers(self, value: int) -> tuple[Call, ...]:
         """Returns the calls that read the numbers of a value."""
@@ -164,7 +166,15 @@ class Graph:
         call, _ = self.back(value)
         while call is not None and call.inputs and (call.name in _PARTS or self._pools_nothing(call)):
             call, _ = self.back(call.inputs[0].value)
-        return call if call is not None and self.kind(call) == "dropout" else None
+        drops = call is not None and (self.kind(call) == "dropout" or drops_otherwise(call.module, call.function))
+        return call if call is not None and drops and rate_of(call) > 0 else None
+
+    def drops_features(self, call: Call, layer: Call) -> bool:
+        """Whether a dropout before a layer draws what the layer sums over: not tokens, nor groups of features."""
+        if not drops_channels(call.module, call.name) or isinstance(layer.module, _ConvNd):
+            return True
+        shape = self.record.values[call.inputs[0].value].shape
+        return len(shape) > 2 and math.prod(shape[2:]) == 1
 
     def activation_before(self, value: int) -> tuple[Call | None, Call | None]:
         """Returns the activation whose output a value is, and the live dropout between them; None for each missing."""

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from solver_plugins.blocks.dropout import PassThrough
 from solver_plugins.blocks.link import LINEAR, SUMS, words
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.operators.layers import LAYERS
@@ -19,7 +20,8 @@ from solver_plugins.prox.table import FUNCTIONS, LIBRARY_FUNCTIONS
 ModuleKind = Literal["linear", "norm", "dropout", "droppath", "activation", "shape", "other"]
 
 _SHAPE_MODULES = (nn.Identity, nn.Flatten, nn.Unflatten)
-_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_CHANNEL_DROPOUTS = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+_DROPOUTS = frozenset(kind.forward for kind in (nn.Dropout, *_CHANNEL_DROPOUTS))
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.instancenorm._InstanceNorm)
 _NORM_NAME = re.compile(r"Norm|InplaceAbn|InPlaceABN")
@@ -32,9 +34,9 @@ _SHAPE_FUNCTIONS = words(
     "_unsafe_view positive __pos__"
 )
 """Functions that move the numbers of their first argument around, or store them in another dtype."""
-_DROPOUT_FUNCTIONS = words(
-    "dropout dropout_ dropout1d dropout2d dropout3d feature_dropout feature_dropout_ native_dropout"
-)
+_CHANNEL_FUNCTIONS = words("dropout1d dropout2d dropout3d feature_dropout feature_dropout_")
+_DROPOUT_FUNCTIONS = words("dropout dropout_ native_dropout") | _CHANNEL_FUNCTIONS
+_OTHER_DROPOUTS = words("alpha_dropout alpha_dropout_ feature_alpha_dropout feature_alpha_dropout_")
 
 
 def linear_like(module: nn.Module) -> bool:
@@ -49,7 +51,7 @@ def module_kind(module: nn.Module) -> ModuleKind | None:
     if linear_like(module):
         return "linear"
     if isinstance(module, _DropoutNd):
-        return "dropout" if type(module) in _DROPOUTS else "other"
+        return "dropout" if type(module).forward in _DROPOUTS else "other"
     if isinstance(module, _SHAPE_MODULES):
         return "shape"
     leaf = not module._modules
@@ -115,6 +117,18 @@ def torch_function(function: Callable[..., Any]) -> Callable[..., Any]:
     if isinstance(function, torch._ops.OpOverload):
         return getattr(torch, function_name(function).rstrip("_"), function)
     return function
+
+
+def drops_otherwise(module: nn.Module | None, function: Callable[..., Any] | None) -> bool:
+    """Whether a module or function drops in a way that no solver takes over (alpha dropout, a subclass's own way)."""
+    if module is not None:
+        return isinstance(module, _DropoutNd) and not isinstance(module, PassThrough)
+    return function is not None and function_name(function) in _OTHER_DROPOUTS
+
+
+def drops_channels(module: nn.Module | None, name: str) -> bool:
+    """Whether a dropout draws whole channels: the second axis of its input."""
+    return name in _CHANNEL_FUNCTIONS if module is None else isinstance(module, _CHANNEL_DROPOUTS)
 
 
 def _is_activation_function(function: Callable[..., Any]) -> bool:

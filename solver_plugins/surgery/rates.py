@@ -1,10 +1,12 @@
 """The rates of functional dropouts: which attribute gives each call its rate, and how solvers take it over.
 
 No names are looked for. In a copy of the model every attribute that equals a recorded rate gets a rate of its own, and
-the pass is recorded once more: the rate that a call is given then names its attribute. A further pass with these
-attributes at zero must be the first one without their dropouts; otherwise something else depends on them, too.
+the pass is recorded once more: the rate that a call is given then names its attribute. Further passes with these
+attributes at zero must be the first one without its dropouts, and in evaluation the very same; otherwise something else
+depends on them, too.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from solver_plugins.surgery.errors import ConversionError
-from solver_plugins.surgery.graph import Graph, Rate
+from solver_plugins.blocks.dropout import TAKEN
+from solver_plugins.surgery.errors import ConversionError, RecordError
+from solver_plugins.surgery.graph import Rate, rate_of
+from solver_plugins.surgery.kinds import function_kind
 from solver_plugins.surgery.record import Call, Record, Ref, record
 
 _SHIFT = 1e-9
 """How far apart the rates of a copy are: every mask stays the same, and so does every comparison with a number."""
-_TAKEN = "_rates_taken_over"
-"""Where a module keeps the rates that its attributes had."""
 
 _Attribute = tuple[str, str]
 
@@ -32,15 +34,31 @@ class _Passes:
     example_inputs: Any
     first: Record
 
-    def again(self, attributes: Mapping[_Attribute, float]) -> Record:
-        return record(self.model, self.example_inputs, attributes)
+    def again(self, attributes: Mapping[_Attribute, float], training: bool = True) -> Record:
+        return record(self.model, self.example_inputs, attributes, training)
+
+    @functools.cached_property
+    def evaluation(self) -> Record:
+        return self.again({}, training=False)
+
+    def only_drop(self, steered: Mapping[_Attribute, list[int]]) -> bool:
+        """Whether attributes at zero take their dropouts away, and nothing else: in training and in evaluation."""
+        off, calls = dict.fromkeys(steered, 0.0), {index for indices in steered.values() for index in indices}
+        if not _same_but_for(self.first, self.again(off), calls, silent=True):
+            return False
+        try:
+            without = self.again(off, training=False)
+            idle = {call.index for call in self.evaluation.calls if _is_dropout(call) and rate_of(call) == 0}
+        except RecordError:
+            # What an attribute does in evaluation cannot be told then.
+            return False
+        return _same_but_for(self.evaluation, without, idle, silent=True)
 
     def silenced(self, steered: Mapping[_Attribute, list[int]]) -> dict[_Attribute, list[int]]:
         """Returns those attributes that do nothing but steer their calls."""
         if not steered:
             return {}
-        calls = {index for indices in steered.values() for index in indices}
-        if _same_but_for(self.first, self.again(dict.fromkeys(steered, 0.0)), calls):
+        if self.only_drop(steered):
             return dict(steered)
         if len(steered) == 1:
             return {}
@@ -60,9 +78,9 @@ def rates_of(model: nn.Module, first: Record, example_inputs: Any, wanted: Itera
     Returns:
         For each of these calls its attribute, and how many calls that steers; or why it cannot be taken over.
     """
-    graph, wanted = Graph(first), set(wanted)
-    dropouts = [call for call in first.calls if call.module is None and graph.kind(call) == "dropout"]
-    rates = {graph.rate(call) for call in dropouts}
+    wanted = set(wanted)
+    dropouts = [call for call in first.calls if _is_dropout(call) and rate_of(call) > 0]
+    rates = {rate_of(call) for call in dropouts}
     steps = {call.name for call in first.calls if call.module is not None}
     own: dict[_Attribute, float] = {}
     for name, module in model.named_modules():
@@ -77,7 +95,7 @@ def rates_of(model: nn.Module, first: Record, example_inputs: Any, wanted: Itera
     owners = {rate: attribute for attribute, rate in own.items()}
     steered: dict[_Attribute, list[int]] = {}
     for call in dropouts:
-        found = owners.get(graph.rate(second.calls[call.index]))
+        found = owners.get(rate_of(second.calls[call.index]))
         if found is not None:
             steered.setdefault(found, []).append(call.index)
     steered = {name: calls for name, calls in steered.items() if wanted.intersection(calls)}
@@ -92,8 +110,15 @@ def rates_of(model: nn.Module, first: Record, example_inputs: Any, wanted: Itera
     return made
 
 
-def _same_but_for(before: Record, after: Record, calls: set[int]) -> bool:
-    """Whether a pass repeats another one but for some calls, which may have other numbers or be gone."""
+def _is_dropout(call: Call) -> bool:
+    return call.function is not None and function_kind(call.function) == "dropout"
+
+
+def _same_but_for(before: Record, after: Record, calls: set[int], silent: bool = False) -> bool:
+    """Whether a pass repeats another one but for some calls, which may have other numbers or be gone.
+
+    With ``silent`` those that are there must be dropouts that drop nothing.
+    """
     # For each value of the first pass that of the second one, and for the result of a call that is gone its input.
     values: dict[int, int] = {}
     handed: dict[int, int] = {}
@@ -101,10 +126,13 @@ def _same_but_for(before: Record, after: Record, calls: set[int]) -> bool:
     for call in before.calls:
         other = after.calls[place] if place < len(after.calls) else None
         read = [handed.get(argument.value, argument.value) for argument in call.inputs]
-        if other is not None and _same(call, other, read, values, call.index in calls):
+        free = call.index in calls
+        if other is not None and _same(call, other, read, values, free):
+            if free and silent and rate_of(other) > 0:
+                return False
             values.update(zip(call.outputs, other.outputs, strict=True))
             place += 1
-        elif call.index in calls and read and len(call.outputs) == 1:
+        elif free and read and len(call.outputs) == 1:
             handed[call.outputs[0]] = read[0]
         else:
             return False
@@ -155,13 +183,13 @@ def take_over(modules: Mapping[str, nn.Module], rates: Mapping[str, float]) -> N
         own = vars(modules[owner])
         if not isinstance(own.get(attribute), int | float):
             raise ConversionError(f"Expected {path!r} to be the rate of a dropout; found {own.get(attribute)!r}.")
-        own.setdefault(_TAKEN, {})[attribute] = rate
+        own.setdefault(TAKEN, {})[attribute] = rate
         own[attribute] = 0.0
 
 
 def taken_over(model: nn.Module) -> dict[str, float]:
     """Returns the rates that solvers have taken over, by their attributes."""
-    found = ((name, vars(module).get(_TAKEN, {})) for name, module in model.named_modules())
+    found = ((name, vars(module).get(TAKEN, {})) for name, module in model.named_modules())
     return {".".join(filter(None, (name, key))): rate for name, rates in found for key, rate in rates.items()}
 
 
@@ -169,6 +197,6 @@ def give_back(model: nn.Module) -> None:
     """Gives every attribute the rate that it had; one that somebody has set since keeps what it has."""
     for module in model.modules():
         own = vars(module)
-        for attribute, rate in own.pop(_TAKEN, {}).items():
+        for attribute, rate in own.pop(TAKEN, {}).items():
             if own.get(attribute) == 0:
                 own[attribute] = rate

@@ -46,7 +46,10 @@ class Record:
 
 
 def record(
-    model: nn.Module, example_inputs: Any = None, attributes: Mapping[tuple[str, str], float] | None = None
+    model: nn.Module,
+    example_inputs: Any = None,
+    attributes: Mapping[tuple[str, str], float] | None = None,
+    training: bool = True,
 ) -> Record:
     """Runs a model once and writes down what it did.
 
@@ -59,6 +62,7 @@ def record(
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments; by default they are
             made from what the model says about itself (see :func:`~solver_plugins.surgery.inputs.example_inputs_for`).
         attributes: What attributes of the copy's modules are set to, by the module's name and their own.
+        training: Whether the pass is one of training, with dropout.
 
     Raises:
         RecordError: If there are no inputs, or the forward pass fails on both devices. The message says what to do.
@@ -73,7 +77,7 @@ def record(
             # Tensors that a model creates without a device: some models need them on meta, others read their values.
             for everywhere in (True, False) if device.type == "meta" else (False,):
                 try:
-                    return _attempt(model, inputs, device, everywhere, start, attributes or {})
+                    return _attempt(model, inputs, device, everywhere, start, attributes or {}, training)
                 except Exception as error:
                     failures.append((device.type, error))
     raise _failure(model, failures, example_inputs is not None) from failures[-1][1]
@@ -86,13 +90,14 @@ def _attempt(
     everywhere: bool,
     start: float,
     attributes: Mapping[tuple[str, str], float],
+    training: bool,
 ) -> Record:
     names = {module: name for name, module in model.named_modules()}
     # On its own device the pass could reach buffers of the model through a closure.
     untouched = unnoticed() if device.type == "meta" else left_as_it_was(model)
     with untouched, contextlib.ExitStack() as stack:
         made, originals = clone(model, to_meta if device.type == "meta" else to_own)
-        _set_modes(made)
+        _set_modes(made, training)
         copies = {names[original]: copy for copy, original in originals.items()}
         for (owner, attribute), value in attributes.items():
             vars(copies[owner])[attribute] = value
@@ -141,15 +146,15 @@ def _named_tensors(made: nn.Module) -> dict[int, tuple[ValueKind, str]]:
     return tensors | {id(one): ("parameter", name) for name, one in made.named_parameters()}
 
 
-def _set_modes(made: nn.Module) -> None:
-    """Puts a copy in training mode, so that dropout is seen, but keeps norms and layer dropping independent of data.
+def _set_modes(made: nn.Module, training: bool) -> None:
+    """Puts a copy in a mode: training, so that dropout is seen. Norms and layer dropping stay independent of data.
 
     BatchNorm in training mode refuses one value per channel, and the graph is the same.
     """
     for module in made.modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        module.__dict__["training"] = not isinstance(module, _BatchNorm)
+        module.__dict__["training"] = training and not isinstance(module, _BatchNorm)
         # A whole layer skipped by the throw of a coin would look as if it were never called.
         for owner in (module, vars(module).get("config")):
             for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):

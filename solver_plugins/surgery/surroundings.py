@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.prox import Prior, prox_for
 from solver_plugins.surgery.composite import find_composite
-from solver_plugins.surgery.graph import Graph, Rate, Step
+from solver_plugins.surgery.graph import Graph, Rate, Step, rate_of
 from solver_plugins.surgery.parts import (
     ActivationPart,
     DropoutPart,
@@ -283,6 +283,10 @@ def _look_back(graph: Graph, found: Surroundings) -> None:
     if readers > 1:
         found.notes += (f"its dropout ({graph.label(call)}) feeds {readers} operations, so it is not the layer's own",)
         return
+    if not graph.drops_features(call, _layer(graph, found)):
+        found.dropped["inputs"] = graph.label(call)
+        found.notes += (f"its dropout ({graph.label(call)}) drops whole channels, which are not the layer's features",)
+        return
     found.dropout = _dropout_part(graph, call, _layer(graph, found).inputs[0].value in call.outputs)
     if found.pattern == "linear-act":
         found.pattern = "dropout-linear-act"
@@ -294,7 +298,7 @@ def _dropout_part(graph: Graph, call: Call, direct: bool, after: bool = False) -
     if call.module is None:
         rate = graph.rates.get(call.index, Rate())
         known = (rate.attribute, rate.problem)
-        return DropoutPart(None, None, graph.rate(call), "functional", rate.sites, (call.index,), after, direct, *known)
+        return DropoutPart(None, None, rate_of(call), "functional", rate.sites, (call.index,), after, direct, *known)
     sites = graph.record.call_counts.get(call.name, 1)
     ownership: Ownership = "private" if sites == 1 else "shared"
-    return DropoutPart(call.name, call.module, graph.rate(call), ownership, sites, (call.index,), after, direct)
+    return DropoutPart(call.name, call.module, rate_of(call), ownership, sites, (call.index,), after, direct)

@@ -95,6 +95,47 @@ def test_a_live_dropout_that_nobody_takes_over_is_not_doubled() -> None:
         assert "\n" not in str(caught.value)
 
 
+class OwnWay(nn.Dropout):
+    def forward(self, input: Tensor) -> Tensor:
+        return nn.functional.dropout(input, self.p, self.training)
+
+
+class SameWay(nn.Dropout):
+    """A class of its own with torch's forward, as libraries have it."""
+
+
+@pytest.mark.parametrize(
+    ("label", "drop", "shape"),
+    [
+        ("AlphaDropout 'drop'", nn.AlphaDropout(0.2), (4, 6)),
+        ("OwnWay 'drop'", OwnWay(0.2), (4, 6)),
+        ("alpha_dropout", lambda x: nn.functional.alpha_dropout(x, 0.2, True), (4, 6)),
+        # Dropout1d draws tokens here, not features.
+        ("Dropout1d 'drop'", nn.Dropout1d(0.2), (4, 7, 6)),
+    ],
+)
+def test_a_dropout_of_another_kind_is_neither_taken_over_nor_doubled(
+    label: str, drop: Any, shape: tuple[int, ...]
+) -> None:
+    model = Model(lambda m, x: m.fc(getattr(m, "drop", drop)(m.norm(x))), norm=nn.LayerNorm(6), fc=nn.Linear(6, 3))
+    if isinstance(drop, nn.Module):
+        model.drop = drop
+    with pytest.raises(ConversionError, match=f"{label} drops its inputs as well"):
+        convert_model(model, "proxsg", 2, example_inputs=torch.randn(shape))
+
+
+def test_a_dropout_s_own_class_makes_no_difference() -> None:
+    model = convert_model(network(drop=SameWay(0.2)), "proxsg", 2, example_inputs=X)
+    assert {name: block.solver.config.p for name, block in blocks_of(model).items()} == {"fc": 0.2}
+    assert isinstance(model.drop, SameWay) and torch.equal(model.train().drop(X), X)
+
+
+def test_channels_that_are_dropped_are_the_features_of_a_convolution() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.ReLU(), nn.Dropout2d(0.2), nn.Conv2d(6, 2, 1))
+    report = inspect_model(model, "proxsg", 2, example_inputs=torch.randn(2, 3, 8, 8), lipschitz=False)
+    assert rates(report) == {"3": 0.2}
+
+
 def test_one_line_where_nothing_can_be_found() -> None:
     with pytest.raises(ConversionError, match=r"no classifier.*Name layers with targets= and a rate with p=") as caught:
         convert_model(nn.Sequential(nn.Linear(6, 3), nn.ReLU()), "proxsg", example_inputs=X)

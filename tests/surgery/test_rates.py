@@ -15,6 +15,7 @@ from torch.nn.functional import dropout
 
 from solver_plugins import apply_conversion, conversion_of, convert_model, inspect_model, load, revert_model, save
 from solver_plugins.blocks import blocks_of
+from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import Conversion, ConversionError, TargetError, example_inputs_for
 from tests.surgery.models import bart
 from tests.surgery.small import Model
@@ -147,6 +148,20 @@ def attended(m: Any, x: Tensor) -> Tensor:
     return m.fc2(dropout(m.norm(x), m.rate, m.training))
 
 
+def either(m: Any, x: Tensor) -> Tensor:
+    """At ``rate`` zero it drops as before, at the other one."""
+    return m.fc2(dropout(m.norm(m.fc1(x)), max(m.rate, m.other), m.training))
+
+
+def in_evaluation(m: Any, x: Tensor) -> Tensor:
+    x = m.norm(m.fc1(x))
+    return m.fc2(dropout(x, m.rate, True) if m.training else x * (1 - m.rate))
+
+
+def always(m: Any, x: Tensor) -> Tensor:
+    return m.fc2(dropout(m.norm(m.fc1(x)), m.rate))
+
+
 def by_a_module(m: Any, x: Tensor) -> Tensor:
     return m.fc2(dropout(m.norm(m.drop(m.fc1(x))), m.drop.p, m.training))
 
@@ -159,6 +174,9 @@ def by_a_module(m: Any, x: Tensor) -> Tensor:
         (gated, "'rate' also steers something else"),
         (scaled, "'rate' also steers something else"),
         (attended, "'rate' also steers something else"),
+        (either, "'rate' also steers something else"),
+        (in_evaluation, "'rate' also steers something else"),
+        (always, "'rate' also steers something else"),
         (by_a_module, "its rate is not an attribute of a module"),
         (lambda m, x: m.fc2(dropout(m.norm(m.fc1(x)), 0.3, m.training)), "its rate is not an attribute of a module"),
         (lambda m, x: m.fc2(dropout(m.norm(m.fc1(x)), m.config["rate"])), "its rate is not an attribute of a module"),
@@ -166,7 +184,7 @@ def by_a_module(m: Any, x: Tensor) -> Tensor:
 )
 def test_what_is_not_sure_is_not_taken_over(forward: Any, reason: str) -> None:
     """Neither the layer nor the rate is touched, and the message says what to do."""
-    model = network(forward, rate=0.3, drop=nn.Dropout(0.3), config={"rate": 0.3})
+    model = network(forward, rate=0.3, other=0.3, drop=nn.Dropout(0.3), config={"rate": 0.3})
     text = rejected(model)
     assert reason in text and "(drop_rate=0) and give it with p=" in text
     with pytest.raises(ConversionError, match="cannot be taken in its place: the dropout before it is a function"):
@@ -183,6 +201,12 @@ def test_looking_leaves_the_model_and_random_numbers_alone() -> None:
 
 
 def test_a_rate_that_somebody_has_set_since_is_kept() -> None:
+    """And features are not dropped twice: training says what to do, evaluation goes on."""
     model = convert_model(network(one, rate=0.3), "proxsg", 2, example_inputs=X)
+    plain = model.eval()(X)
     model.rate = 0.1
+    assert torch.equal(model(X), plain)
+    for made in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(SolverPluginsError, match=r"'rate' was set to 0\.1 .* would be dropped twice\. Set it to 0"):
+            made.train()(X)
     assert revert_model(model).rate == 0.1
