@@ -43,6 +43,10 @@ class ClassifierStudy(SearchedStudy[C]):
     def frozen(self) -> bool:
         """Whether only classifiers are trained."""
 
+    def same_for_all_seeds(self) -> bool:
+        """Whether every seed reads the same features: those of given weights."""
+        return is_pretrained(self.section())
+
     @abstractmethod
     def tunable(self) -> tuple[str, ...]:
         """Lists the arms that may be named with '-tuned'."""
@@ -70,12 +74,11 @@ class ClassifierStudy(SearchedStudy[C]):
         parts = self._ready(model, context)
         if not self.frozen():
             return parts
-        if cell.seed not in self._features:
+        seed = 0 if self.same_for_all_seeds() else cell.seed
+        if seed not in self._features:
             # Only one seed is kept: networks of other seeds may be others.
-            self._features = {
-                cell.seed: {key: Part(features_of(model, part), part.labels) for key, part in parts.items()}
-            }
-        return self._features[cell.seed]
+            self._features = {seed: {key: Part(features_of(model, part), part.labels) for key, part in parts.items()}}
+        return self._features[seed]
 
     def _trained(self, model: Any) -> Any:
         return nn.Sequential(OrderedDict(classifier=model.get_classifier())) if self.frozen() else model

@@ -71,6 +71,9 @@ class OptEqHeadStudy(ClassifierStudy[OptEqHeadConfig]):
     def frozen(self) -> bool:
         return self.config.backbone.frozen
 
+    def same_for_all_seeds(self) -> bool:
+        return super().same_for_all_seeds() and self._first is None
+
     def make(self, group: Value) -> nn.Module:
         return build_backbone(self.section(), self._images)
 

@@ -170,12 +170,12 @@ def test_arms_are_optimisers_with_and_without_proxprop():
         made[arm] = (type(make_optimizer(fitting.settings(), model)).__name__, fitting.epochs)
         section, _ = study.additions(arm).sections
         assert (section is not None and section.mode == "cg3") == arm.startswith("proxprop")
-    assert made["adamw-15"] == ("AdamW", 15) and made["proxprop-muon-6"] == ("Muon", 6) == made["muon-6"]
+    assert made["adamw-7"] == ("AdamW", 7) and made["proxprop-muon-4"] == ("Muon", 4) == made["muon-4"]
     assert sum(isinstance(part, torch.nn.BatchNorm2d) for part in model.modules()) == 3
     # Every arm is searched at its own length, and for the first seed alone.
     search, final = study.stages()
     assert len(search) == len(made) * 5 and {cell.seed for cell in search} == {11}
-    assert {cell.seed for cell in final} == {11, 12, 13} and study.config.search.epochs == 15
+    assert {cell.seed for cell in final} == {11, 12, 13} and study.config.search.epochs == 7
 
 
 def test_proxprop_trains_otherwise_than_its_optimiser_alone(tmp_path):
