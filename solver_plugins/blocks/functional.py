@@ -148,8 +148,16 @@ def solve_layer(
         return plain if bias is None else plain + operator.per_feature(bias)
 
     problem = pose_problem(made, prior, operator, input, constants, layer, bias=bias, skip=how.skip)
-    run = {"training": how.training, "generator": how.generator, "diagnose": how.diagnose}
-    result, diagnostics = solve_block(problem, made, constants, how.scale, output=output, **run)
+    result, diagnostics = solve_block(
+        problem,
+        made,
+        constants,
+        how.scale,
+        output=output,
+        training=how.training,
+        generator=how.generator,
+        diagnose=how.diagnose,
+    )
     return (result, diagnostics) if diagnostics is not None else result
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from solver_plugins.surgery.graph import Graph
+from solver_plugins.surgery.graph import Graph, rate_of
 from solver_plugins.surgery.record import Call, Record
 
 _DROP_BLOCK = re.compile(r"DropBlock2d$")
@@ -162,5 +162,5 @@ def _function_sites(graph: Graph) -> list[Site]:
             sites.append(Site(scope, None, call.name, float(p), None, shapes, reason="it drops attention weights"))
         elif graph.kind(call) == "dropout":
             reason = "a function, not a module: there is nothing to swap"
-            sites.append(Site(scope, None, call.name, graph.rate(call), None, shapes, reason=reason))
+            sites.append(Site(scope, None, call.name, rate_of(call), None, shapes, reason=reason))
     return sites

@@ -1,22 +1,19 @@
 """Linear layers as operators ``A``: application and adjoint, Lipschitz constants, and sampling of their features."""
 
-from solver_plugins.operators.build import operator_for, operator_from_kernel
-from solver_plugins.operators.conv import ConvMap
-from solver_plugins.operators.eager import is_eager, is_faked
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.layers import (
     Reader,
     at_rest,
     geometry_of,
     kernel_of,
+    operator_for,
     read_layer,
     reader_for,
     register_layer,
 )
-from solver_plugins.operators.linear import LinearMap
-from solver_plugins.operators.lipschitz import lipschitz_constant, lipschitz_from_kernel, rescaled_bound
-from solver_plugins.operators.operator import LinearOperator
-from solver_plugins.operators.precision import autocast_off, autocasts, match_dtype, product_dtype
+from solver_plugins.operators.lipschitz import lipschitz_constant, lipschitz_from_kernel
+from solver_plugins.operators.operator import ConvMap, LinearMap, LinearOperator, operator_from_kernel
+from solver_plugins.operators.precision import autocast_off, autocasts, is_eager, is_faked, match_dtype, product_dtype
 from solver_plugins.operators.private import check_torch
 from solver_plugins.operators.sampling import (
     expected_smoothness,
@@ -31,7 +28,7 @@ from solver_plugins.operators.sampling import (
 )
 from solver_plugins.operators.small import solve_small
 from solver_plugins.operators.standardized import standardized
-from solver_plugins.operators.tracking import follow, image_of, power_steps, start_vectors
+from solver_plugins.operators.tracking import follow, image_of, power_steps, rescaled_bound, start_vectors
 
 __all__ = [
     "ConvMap",

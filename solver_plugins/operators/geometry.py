@@ -2,13 +2,29 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from solver_plugins.errors import OptionError, ShapeError, did_you_mean
 
 PADDING_MODES = ("zeros", "circular", "reflect", "replicate")
 
 Padding = tuple[tuple[int, int], ...]
+
+
+class Layout(NamedTuple):
+    """How a convolution runs on inputs of one size.
+
+    Attributes:
+        by_hand: Padding to be done before it: the (negative) dimension, and how much to the left and right of it.
+        own: The (symmetric, zero) padding that the convolution does itself.
+        output_size: The spatial size of its output.
+        remainder: What a stride that does not divide the padded size leaves over: no output depends on it.
+    """
+
+    by_hand: tuple[tuple[int, int, int], ...]
+    own: tuple[int, ...]
+    output_size: tuple[int, ...]
+    remainder: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -124,6 +140,20 @@ class Geometry:
                 )
             sizes.append(room // s + 1)
         return tuple(sizes)
+
+    def layout(self, kernel_size: tuple[int, ...], input_size: tuple[int, ...]) -> Layout:
+        """Returns how the convolution runs on inputs of one size; errors as in :meth:`output_size`."""
+        outputs, pads = self.output_size(kernel_size, input_size), self.padding_for(kernel_size, input_size)
+        remainder = tuple(
+            n + left + right - (d * (k - 1) + 1) - (out - 1) * s
+            for n, (left, right), k, d, s, out in zip(
+                input_size, pads, kernel_size, self.dilation, self.stride, outputs, strict=True
+            )
+        )
+        if self.padding_mode == "zeros" and all(left == right for left, right in pads):
+            return Layout((), tuple(left for left, _ in pads), outputs, remainder)
+        by_hand = tuple((axis - self.dims, left, right) for axis, (left, right) in enumerate(pads) if left or right)
+        return Layout(by_hand, (0,) * self.dims, outputs, remainder)
 
     def reduced_stride(self) -> tuple[int, ...]:
         """Returns ``s / gcd(s, d)``: the stride of the undilated convolution with the same norm on an infinite lattice.

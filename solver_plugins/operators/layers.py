@@ -3,7 +3,7 @@
 Layers of other libraries are matched by the qualified names of their classes and base classes, so none is imported.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn.utils import parametrize
 
 from solver_plugins.errors import UnsupportedLayerError
 from solver_plugins.operators.geometry import Geometry
+from solver_plugins.operators.operator import LinearOperator, operator_from_kernel
 from solver_plugins.registry import Registry
 
 Reader = Callable[[nn.Module], tuple[Tensor, Geometry]]
@@ -92,6 +93,19 @@ def read_layer(layer: nn.Module) -> tuple[Tensor, Geometry]:
     return kernel, geometry
 
 
+def operator_for(layer: nn.Module, input_shape: Sequence[int], *, diagonal: Tensor | None = None) -> LinearOperator:
+    """Returns the operator that a layer applies to inputs of one shape, with or without batch dimensions; no bias.
+
+    ``diagonal`` is a scale per output feature (a folded norm).
+
+    Raises:
+        UnsupportedLayerError: If the layer cannot be read.
+        ShapeError: If the shape does not fit the layer.
+    """
+    kernel, geometry = read_layer(layer)
+    return operator_from_kernel(kernel, geometry, input_shape, diagonal)
+
+
 def _inherited(layer_class: type, base: type) -> bool:
     # torch's convolutions compute in _conv_forward, which a subclass may replace without changing forward.
     return all(
@@ -147,6 +161,10 @@ def _read_transposed(layer: nn.Module) -> tuple[Tensor, Geometry]:
 def _read_conv(layer: nn.Module) -> tuple[Tensor, Geometry]:
     """A torch convolution."""
     conv: nn.Conv2d = layer  # type: ignore[assignment]
+    known = vars(layer).get("geometry")
+    if isinstance(known, Geometry):
+        # A solver block is read in each forward pass, and knows its geometry.
+        return conv.weight, known
     geometry = Geometry.for_conv(
         conv.kernel_size, conv.stride, conv.padding, conv.dilation, conv.groups, conv.padding_mode
     )

@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError, WeightError, did_you_mean
-from solver_plugins.operators.build import operator_from_kernel
 from solver_plugins.operators.certified import certified_bound
 from solver_plugins.operators.geometry import Geometry
 from solver_plugins.operators.krylov import generic_vector, largest_eigenvalue
 from solver_plugins.operators.layers import read_layer
-from solver_plugins.operators.operator import LinearOperator
+from solver_plugins.operators.operator import LinearOperator, operator_from_kernel
 from solver_plugins.operators.precision import autocast_off, check_diagonal, scaled_kernel
 
 Method = Literal["certified", "exact", "power"]
@@ -101,21 +100,6 @@ def lipschitz_from_kernel(
             f"Expected weights whose Lipschitz constant is finite in {result.dtype}; found {float(value):.3g}."
         )
     return result
-
-
-def rescaled_bound(L: Tensor, diagonal: Tensor, reference: Tensor) -> Tensor:
-    """Returns ``L max_i (d_i / dbar_i)^2``: a bound for ``diag(d) A``, given one for ``diag(dbar) A``.
-
-    ``diag(d) A = diag(d / dbar) diag(dbar) A``. A row with ``dbar_i = 0`` says nothing about ``A``, so the bound is
-    infinite unless ``d_i = 0`` too. No value is read, so an accelerator is not stalled.
-    """
-    dtype = torch.promote_types(L.dtype, torch.float32)
-    diagonal, reference = diagonal.to(dtype), reference.to(dtype)
-    safe = torch.where(reference == 0, torch.ones_like(reference), reference)
-    unknown = torch.where(diagonal == 0, torch.zeros_like(diagonal), torch.full_like(diagonal, math.inf))
-    ratio = torch.where(reference == 0, unknown, (diagonal / safe).square())
-    # With a dimension: exporters to ONNX know no other maximum.
-    return L * ratio.amax(0)
 
 
 def _check_weights(kernel: Tensor, diagonal: Tensor | None) -> None:

@@ -1,4 +1,7 @@
-"""Casts between dtypes, and the scale per output feature."""
+"""Whether values may be read, and in which dtype products are computed.
+
+Reading a value stalls an accelerator, and under a transform there are no values.
+"""
 
 import contextlib
 
@@ -6,6 +9,24 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import ShapeError
+
+
+def is_eager(device: torch.device) -> bool:
+    """Whether reading a value costs nothing: on the CPU, and not compiled, traced or transformed."""
+    return (
+        device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._are_functorch_transforms_active()
+        and not is_faked()
+    )
+
+
+def is_faked() -> bool:
+    """Whether a FakeTensorMode is active, in which every result is a shape without values."""
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def autocasts(device: torch.device) -> bool:
@@ -25,14 +46,6 @@ def product_dtype(weight: Tensor) -> torch.dtype:
     # Autocast does not change float64.
     lowered = autocasts(weight.device) and weight.dtype != torch.float64
     return torch.get_autocast_dtype(weight.device.type) if lowered else weight.dtype
-
-
-def scale_rows(x: Tensor, diagonal: Tensor | None, dims: int) -> Tensor:
-    """Returns ``diag(d) x`` in the dtype of ``x``, for features followed by ``dims`` dimensions of space."""
-    if diagonal is None:
-        return x
-    # The product is rounded once, to x's dtype, even if d has more precision.
-    return (x * diagonal.reshape(diagonal.shape + (1,) * dims)).to(x.dtype)
 
 
 def scaled_kernel(kernel: Tensor, diagonal: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from solver_plugins.errors import OptionError
-from solver_plugins.operators.eager import is_eager
+from solver_plugins.operators.precision import is_eager
 
 _UNIT = 40
 """Systematic sampling counts in steps of ``2^-40``, in whole numbers, so the count is exact."""

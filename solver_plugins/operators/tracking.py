@@ -17,9 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solver_plugins.operators.eager import is_eager
 from solver_plugins.operators.geometry import Geometry
-from solver_plugins.operators.precision import autocast_off, scaled_kernel
+from solver_plugins.operators.precision import autocast_off, is_eager, scaled_kernel
 from solver_plugins.operators.symbol import frequencies, grid_for, polyphase, tap_positions
 
 GRID_TOLERANCE = 0.8
@@ -140,6 +139,21 @@ def follow(
         return _within(_within(third, second) * gain**2, steps.largest), vectors
 
 
+def rescaled_bound(L: Tensor, diagonal: Tensor, reference: Tensor) -> Tensor:
+    """Returns ``L max_i (d_i / dbar_i)^2``: a bound for ``diag(d) A``, given one for ``diag(dbar) A``.
+
+    ``diag(d) A = diag(d / dbar) diag(dbar) A``. A row with ``dbar_i = 0`` says nothing about ``A``, so the bound is
+    infinite unless ``d_i = 0`` too. No value is read, so an accelerator is not stalled.
+    """
+    dtype = torch.promote_types(L.dtype, torch.float32)
+    diagonal, reference = diagonal.to(dtype), reference.to(dtype)
+    safe = torch.where(reference == 0, torch.ones_like(reference), reference)
+    unknown = torch.where(diagonal == 0, torch.zeros_like(diagonal), torch.full_like(diagonal, math.inf))
+    ratio = torch.where(reference == 0, unknown, (diagonal / safe).square())
+    # With a dimension: exporters to ONNX know no other maximum.
+    return L * ratio.amax(0)
+
+
 def _within(value: Number, low: Number, high: float | None = None) -> Number:
     """Returns a value, or the nearest one in a range."""
     if isinstance(value, Tensor):
@@ -226,12 +240,12 @@ class _Symbol:
         blocks = polyphase(weight, geometry.reduced_stride(), geometry.groups)
         if blocks[0, 0, 0].numel() == 1:
             return cls(blocks.reshape(1, *blocks.shape[:3]), None)
-        points = frequencies(_grid(weight, geometry), weight.device, weight.dtype)
-        angles = points @ tap_positions(blocks.shape[3:], weight.device).to(weight.dtype).T
+        waves = _kept_waves if is_eager(weight.device) else _waves
+        cos, sin = waves(tuple(blocks.shape[3:]), weight.device, weight.dtype)
         # One product gives all frequencies from all taps; each step is then a product of matrix and vector.
-        taps = blocks.reshape(-1, angles.shape[1])
-        shape = (len(points), *blocks.shape[:3])
-        return cls((angles.cos() @ taps.T).reshape(shape), (angles.sin() @ taps.T).reshape(shape))
+        taps = blocks.flatten(3).flatten(0, 2).T
+        shape = (len(cos), *blocks.shape[:3])
+        return cls((cos @ taps).reshape(shape), (sin @ taps).reshape(shape))
 
     def step(self, v: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the largest quotient and the new vectors."""
@@ -256,6 +270,19 @@ class _Symbol:
         real, imaginary = _times(rows.flip(-2), self.sin if adjoint else self.sin.mT).unbind(-2)
         turned = [-real, imaginary] if adjoint else [real, -imaginary]
         return (straight + torch.stack(turned, -2)).mT
+
+
+def _waves(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns cosine and sine of every frequency of the grid at every tap."""
+    points = frequencies(grid_for(lengths, GRID_TOLERANCE)[0], device, dtype)
+    angles = points @ tap_positions(lengths, device).to(dtype).T
+    return angles.cos(), angles.sin()
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_waves(lengths: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return _waves(lengths, device, dtype)
 
 
 def _times(rows: Tensor, matrices: Tensor) -> Tensor:

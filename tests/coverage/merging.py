@@ -97,7 +97,7 @@ def merged(task: Task) -> Merged:
     blocks, expected = blocks_of(model), passes.evaluate(model, case.inputs)
     with contextlib.suppress(ConversionError):
         merge_model(model, strict=False)
-    error, left = _apart(task, expected, model, case), blocks_of(model)
+    apart, left = _apart(task, expected, model, case), blocks_of(model)
     wrong = [name for name, module in model.named_modules() if type(module) is not kinds[name]]
     if any(not isinstance(model.get_submodule(name), Shell) for name in wrong) or (wrong and not left):
         raise CheckError(f"{task.name}: {wrong[:3]} are not of their class")
@@ -110,12 +110,12 @@ def merged(task: Task) -> Merged:
             raise CheckError(f"{task.name}: without {list(left)[:3]} other blocks are converted")
         expected = passes.evaluate(model, case.inputs)
         merge_model(model)
-        error = max(error, _apart(task, expected, model, case))
+        apart = max(apart, _apart(task, expected, model, case))
         wrong = [name for name, module in model.named_modules() if type(module) is not kinds[name]]
         if wrong:
             raise CheckError(f"{task.name}: {wrong[:3]} are not of their class")
     plain = model if len(left) < len(blocks) else None
-    return Merged(case, plain, expected, len(blocks) - len(left), len(blocks), error)
+    return Merged(case, plain, expected, len(blocks) - len(left), len(blocks), apart)
 
 
 def _apart(task: Task, expected: list[Tensor], model: nn.Module, case: Case) -> float:
@@ -171,9 +171,9 @@ def main() -> int:
     )
     options, start = parser.parse_args(), time.monotonic()
     warnings.simplefilter("ignore")
-    found = [tasks([library], None if options.all else "ci") for library in ("timm", "transformers")]
+    by_library = [tasks([library], None if options.all else "ci") for library in ("timm", "transformers")]
     # One of each library in turn, so that what a run that was stopped has done is a sample of all.
-    turns = [task for pair in itertools.zip_longest(*found) for task in pair if task is not None]
+    turns = [task for pair in itertools.zip_longest(*by_library) for task in pair if task is not None]
     chosen = [task for task in turns if fnmatch.fnmatch(task.name, options.filter)]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     left = iter(still_to_do(chosen, options.output, retry_failed=False))
@@ -181,7 +181,7 @@ def main() -> int:
         for row in rows_of(several):
             print(f"{row['name']}: {row['merged']} of {row['blocks']} blocks merged{_how(row)}", flush=True)
             append(options.output, row)
-    rows = [row for task in chosen if (row := done(options.output).get((task.library, task.name)))]
+    rows = [found for task in chosen if (found := done(options.output).get((task.library, task.name)))]
     print(summary(rows, len(chosen)))
     return int(any(row["failures"] for row in rows))
 
@@ -192,7 +192,14 @@ def rows_of(several: Sequence[Task]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place:
         folders: list[pathlib.Path] = []
         for task in several:
-            row = {"library": task.library, "name": task.name, "blocks": 0, "merged": 0, "error": 0.0, **made_with}
+            row: dict[str, Any] = {
+                "library": task.library,
+                "name": task.name,
+                "blocks": 0,
+                "merged": 0,
+                "error": 0.0,
+                **made_with,
+            }
             row |= {"loaded": None, "failures": {}, "foreign": None}
             rows.append(row)
             try:

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlavaConfig
 
 from solver_plugins import SolverLinear
 from solver_plugins.blocks import SolverBlock, block
-from solver_plugins.operators.conv import ConvMap
+from solver_plugins.operators import ConvMap
 from solver_plugins.solve import products
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import apply as applying
