@@ -11,7 +11,7 @@ PADDING_MODES = ("zeros", "circular", "reflect", "replicate")
 Padding = tuple[tuple[int, int], ...]
 
 
-class Layout(NamedTuple):
+class ConvSizes(NamedTuple):
     """How a convolution runs on inputs of one size.
 
     Attributes:
@@ -141,7 +141,7 @@ class Geometry:
             sizes.append(room // s + 1)
         return tuple(sizes)
 
-    def layout(self, kernel_size: tuple[int, ...], input_size: tuple[int, ...]) -> Layout:
+    def sizes(self, kernel_size: tuple[int, ...], input_size: tuple[int, ...]) -> ConvSizes:
         """Returns how the convolution runs on inputs of one size; errors as in :meth:`output_size`."""
         outputs, pads = self.output_size(kernel_size, input_size), self.padding_for(kernel_size, input_size)
         remainder = tuple(
@@ -151,9 +151,9 @@ class Geometry:
             )
         )
         if self.padding_mode == "zeros" and all(left == right for left, right in pads):
-            return Layout((), tuple(left for left, _ in pads), outputs, remainder)
+            return ConvSizes((), tuple(left for left, _ in pads), outputs, remainder)
         by_hand = tuple((axis - self.dims, left, right) for axis, (left, right) in enumerate(pads) if left or right)
-        return Layout(by_hand, (0,) * self.dims, outputs, remainder)
+        return ConvSizes(by_hand, (0,) * self.dims, outputs, remainder)
 
     def reduced_stride(self) -> tuple[int, ...]:
         """Returns ``s / gcd(s, d)``: the stride of the undilated convolution with the same norm on an infinite lattice.

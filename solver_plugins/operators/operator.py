@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from solver_plugins.errors import ShapeError
-from solver_plugins.operators.geometry import Geometry, Layout
+from solver_plugins.operators.geometry import ConvSizes, Geometry
 from solver_plugins.operators.padding import pad, pad_adjoint
 from solver_plugins.operators.precision import check_diagonal, match_dtype, scaled_kernel
 from solver_plugins.operators.symbol import column_suprema
@@ -30,7 +30,7 @@ _CONV_TRANSPOSE: tuple[Callable[..., Tensor], ...] = (
 )
 
 
-_known_layout = functools.lru_cache(maxsize=4096)(Geometry.layout)
+_known_sizes = functools.lru_cache(maxsize=4096)(Geometry.sizes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,7 +185,7 @@ class ConvMap(LinearOperator):
 
     geometry: Geometry
     input_size: tuple[int, ...]
-    layout: Layout = dataclasses.field(init=False)
+    sizes: ConvSizes = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         if not 1 <= self.geometry.dims <= 3 or self.weight.ndim != self.geometry.dims + 2:
@@ -200,8 +200,8 @@ class ConvMap(LinearOperator):
         check_diagonal(self.diagonal, self.out_features)
         # Whole numbers are looked up; those of a compiler may be symbols.
         known = not torch.compiler.is_compiling() and all(type(n) is int for n in self.input_size)
-        layout = (_known_layout if known else Geometry.layout)(self.geometry, self.kernel_size, self.input_size)
-        object.__setattr__(self, "layout", layout)
+        sizes = (_known_sizes if known else Geometry.sizes)(self.geometry, self.kernel_size, self.input_size)
+        object.__setattr__(self, "sizes", sizes)
 
     @property
     def in_features(self) -> int:
@@ -218,7 +218,7 @@ class ConvMap(LinearOperator):
 
     @property
     def output_shape(self) -> tuple[int, ...]:
-        return (self.out_features, *self.layout.output_size)
+        return (self.out_features, *self.sizes.output_size)
 
     @property
     def problem_dims(self) -> tuple[int, ...]:
@@ -233,8 +233,8 @@ class ConvMap(LinearOperator):
         return self._scaled(out.reshape(batch + out.shape[1:]))
 
     def adjoint(self, x: Tensor) -> Tensor:
-        geometry, layout = self.geometry, self.layout
-        x, batch = self._flatten(x, (self.out_features, *layout.output_size), "output")
+        geometry, sizes = self.geometry, self.sizes
+        x, batch = self._flatten(x, (self.out_features, *sizes.output_size), "output")
         x = match_dtype(self._scaled(x), self.weight)
         transpose = _CONV_TRANSPOSE[x.dim() - 3]
         u = transpose(
@@ -242,12 +242,12 @@ class ConvMap(LinearOperator):
             self.weight,
             None,
             geometry.stride,
-            layout.own,
-            layout.remainder,
+            sizes.own,
+            sizes.remainder,
             geometry.groups,
             geometry.dilation,
         )
-        for dim, left, right in layout.by_hand:
+        for dim, left, right in sizes.by_hand:
             u = pad_adjoint(u, dim, left, right, geometry.padding_mode)
         return u.reshape(batch + u.shape[1:])
 
@@ -265,10 +265,10 @@ class ConvMap(LinearOperator):
 
     def _padded(self, u: Tensor) -> tuple[Tensor, tuple[int, ...]]:
         """Returns an input padded by hand, and the padding that is left to the convolution."""
-        layout = self.layout
-        for dim, left, right in layout.by_hand:
+        sizes = self.sizes
+        for dim, left, right in sizes.by_hand:
             u = pad(u, dim, left, right, self.geometry.padding_mode)
-        return u, layout.own
+        return u, sizes.own
 
     def _flatten(self, x: Tensor, shape: tuple[int, ...], what: str) -> tuple[Tensor, torch.Size]:
         """Checks the shape and merges all batch dimensions into one."""
