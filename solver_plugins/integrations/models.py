@@ -36,9 +36,6 @@ def load_model(spec: str, pretrained: bool = False, **kwargs: Any) -> nn.Module:
         pretrained: Whether to load pretrained weights of timm, or of the Hugging Face hub. Weights in a folder are
             always loaded.
         **kwargs: Arguments of ``timm.create_model``, or settings of the transformers config.
-
-    Raises:
-        ModelError: If there is no such model, or it cannot be built. The message says where we looked and what to do.
     """
     if not isinstance(spec, str) or not spec.strip():
         raise ModelError(f"Expected a model as {FORMS}; found {spec!r}.")

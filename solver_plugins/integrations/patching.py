@@ -128,11 +128,7 @@ def read_patch(path: Path) -> Patch:
 
 
 def apply_patch(file: str | Path, folder: Path | None = None) -> Patched:
-    """Inserts the lines of the patch whose context a file has.
-
-    Raises:
-        PatchError: If no patch fits, it is patched already, or the result would not compile. The file is as it was.
-    """
+    """Inserts the lines of the patch whose context a file has."""
     place, content = _read(file)
     patches = list_patches(folder)
     for patch in patches:
@@ -169,11 +165,7 @@ _INSTEAD = (
 
 
 def revert_patch(file: str | Path, folder: Path | None = None) -> Patched:
-    """Removes the lines of a patch from a file, which is then byte for byte what it was.
-
-    Raises:
-        PatchError: If the file is not patched, or lines of the patch were changed. The file is as it was then.
-    """
+    """Removes the lines of a patch from a file, which is then byte for byte what it was."""
     place, content = _read(file)
     patches = list_patches(folder)
     for patch in patches:

@@ -37,10 +37,6 @@ def run_script(script: str | Path, arguments: Sequence[str] = (), solver_config:
         solver_config: A solver file. The first model that the script makes with ``timm.create_model``, or with
             ``from_pretrained`` or ``from_config`` of transformers, is converted as it says; a Trainer for it gets a
             :class:`~solver_plugins.integrations.trainer.SolverCallback`.
-
-    Raises:
-        OptionError: If there is no such script, a solver file does not fit, or the script made no model to convert.
-        SolverPluginsError: If the model cannot be converted that way.
     """
     place = Path(script).expanduser()
     if not place.is_file():

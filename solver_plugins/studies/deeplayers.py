@@ -261,11 +261,7 @@ def _weights(folder: Path, cell: Cell) -> Path:
 
 
 def read_first(cell: Cell, context: Context) -> dict[str, Tensor]:
-    """Returns the weights that a cell of the first stage saved.
-
-    Raises:
-        CellError: If there are none.
-    """
+    """Returns the weights that a cell of the first stage saved."""
     if context.folder is None or not _weights(context.folder, cell).is_file():
         raise CellError(
             f"Expected the weights of {cell.name} in the folder of the run; found none. Delete the result "

@@ -131,10 +131,6 @@ def build_backbone(section: ModelSection, images: Images, classes: int | None = 
         section: Which model; the same as in a finetune recipe.
         images: The images.
         classes: The number of classes; those of the images by default, 0 for no classifier.
-
-    Raises:
-        ModelError: If it is not a timm model in float32, cannot be built, or has arguments that the data decides.
-        WeightError, InputError: If its weights cannot be read or do not fit.
     """
     if not section.spec.startswith("timm/"):
         raise ModelError(f"Expected a model of timm, 'timm/NAME'; found {section.spec!r}. Studies take no others.")

@@ -49,11 +49,7 @@ class RunFolder:
         self.place = place
 
     def open(self, study: str, scale: str, config: StudyConfig, overwrite: bool) -> None:
-        """Makes the folder, or checks that it holds a run of the same study and config; call it in one process.
-
-        Raises:
-            OutputError: If it holds something else, or cannot be created, read or written.
-        """
+        """Makes the folder, or checks that it holds a run of the same study and config; call it in one process."""
         try:
             self._open(study, scale, config, overwrite)
         except OSError as error:

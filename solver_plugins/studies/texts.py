@@ -34,10 +34,6 @@ class Texts:
     Args:
         data: Where the texts come from; ``data.text`` is their column.
         model: Which model: ``hf/FOLDER`` or ``hf/ID``.
-
-    Raises:
-        DataError: If there is no such data.
-        ModelError: If there is no such model.
     """
 
     def __init__(self, data: ImageData, model: ModelSection):

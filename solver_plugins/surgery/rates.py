@@ -173,11 +173,7 @@ def _alike(mine: Any, its: Any, values: Mapping[int, int], free: bool) -> bool:
 
 
 def take_over(modules: Mapping[str, nn.Module], rates: Mapping[str, float]) -> None:
-    """Sets the rates of functional dropouts to zero, and has their modules remember them.
-
-    Raises:
-        ConversionError: If a module has no such attribute.
-    """
+    """Sets the rates of functional dropouts to zero, and has their modules remember them."""
     for path, rate in rates.items():
         owner, _, attribute = path.rpartition(".")
         own = vars(modules[owner])

@@ -38,9 +38,6 @@ class Adapters:
     Args:
         config: The run, with a section ``peft``.
         model: The model, converted if it will be, and not wrapped yet.
-
-    Raises:
-        OptionError: If PEFT is missing, or does not know an option, or the adapters do not fit the model.
     """
 
     def __init__(self, config: FinetuneConfig, model: nn.Module):
@@ -137,11 +134,7 @@ class Adapters:
 
 
 def load_adapted(folder: Path) -> nn.Module:
-    """Loads the adapters of a run whose ``peft.merge`` is false, around the base beside them, in evaluation mode.
-
-    Raises:
-        LoadingError: If there is no base beside the folder.
-    """
+    """Loads the adapters of a run whose ``peft.merge`` is false, around the base beside them, in evaluation mode."""
     base = folder.parent / BASE
     if not base.is_dir():
         raise LoadingError(

@@ -32,9 +32,6 @@ class Additions:
         Args:
             model: The unwrapped model. Attach after sharding, which replaces Parameters.
             optimizer: Its optimiser.
-
-        Raises:
-            SolverPluginsError: If they do not fit the model.
         """
         proxprop, regularizer = self.sections
         if regularizer is not None:

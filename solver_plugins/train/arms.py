@@ -61,11 +61,7 @@ def make_arm(
 
 
 def check_options(config: FinetuneConfig, splits: Splits) -> None:
-    """Checks that a config asks for nothing that its problem does not have.
-
-    Raises:
-        OptionError: If it does.
-    """
+    """Raises OptionError for a config that asks for what its problem does not have."""
     if splits.problem_type == SINGLE:
         return
     asked = {

@@ -24,9 +24,6 @@ class BestWeights:
         accelerator: Of the run.
         problem: What is predicted.
         classes: How many classes or targets there are.
-
-    Raises:
-        OptionError: If the weights are sharded, or the metric is not one of the problem.
     """
 
     def __init__(
@@ -50,11 +47,7 @@ class BestWeights:
             raise OptionError("best needs whole weights in each process, which FSDP does not have; leave one out.")
 
     def epoch(self, rows: list[dict[str, Any]]) -> int:
-        """Returns the best epoch so far; the first of equal ones.
-
-        Raises:
-            OptionError: If the metric is not defined, as for one label in all examples.
-        """
+        """Returns the best epoch so far; the first of equal ones."""
         values = [row[f"eval_{self.metric}"] for row in rows]
         if None in values:
             raise OptionError(f"best.metric={self.metric!r} is not defined for these examples; compare the loss.")

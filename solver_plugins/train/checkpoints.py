@@ -88,11 +88,7 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def newest_whole(self) -> tuple[Path | None, list[str]]:
-        """Returns the newest intact checkpoint, and what is wrong with any newer ones.
-
-        Raises:
-            CheckpointError: If all checkpoints are damaged, or a different number of processes wrote it.
-        """
+        """Returns the newest intact checkpoint, and what is wrong with any newer ones."""
         wrong: list[str] = []
         for path in self.found():
             try:
@@ -125,12 +121,7 @@ class DamagedError(Exception):
 
 
 def check(path: Path, processes: int) -> None:
-    """Checks every file of a checkpoint against its manifest, and that none would run code when it is loaded.
-
-    Raises:
-        DamagedError: If a file is missing, unexpected or changed, or holds more than data.
-        CheckpointError: If a different number of processes wrote it.
-    """
+    """Checks every file of a checkpoint against its manifest, and that none would run code when it is loaded."""
     try:
         data: Any = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
         expected = {str(name): (int(one["size"]), str(one["sha256"])) for name, one in data["files"].items()}

@@ -82,9 +82,6 @@ class Splits:
 
         With several labels at once it is the weight of their positive examples: those given, or how many negative ones
         there are for each.
-
-        Raises:
-            DataError: If there are more or fewer than classes, or a class has no example.
         """
         several = self.problem_type == "multi_label_classification"
         if isinstance(given, str):
@@ -112,11 +109,7 @@ class Splits:
 
 
 def load_splits(config: DataSection) -> Splits:
-    """Loads and checks both splits.
-
-    Raises:
-        DataError: If a split is missing or empty, has no such columns, or its labels do not fit the other's.
-    """
+    """Loads and checks both splits."""
     train = load_split(config, config.train)
     evaluation = load_split(config, config.eval) if isinstance(config.eval, str) else train
     column = config.text or _column(train, config.image, (*_IMAGE_NAMES, *FILE_NAMES), "image")
@@ -325,11 +318,7 @@ def example_of(loader: Any) -> Batch:
 
 
 def make_loaders(config: FinetuneConfig, splits: Splits, model: Any, processes: int) -> Loaders:
-    """Makes the loaders for a model.
-
-    Raises:
-        DataError: If there is less than one batch to train on, or processes cannot share a batch evenly.
-    """
+    """Makes the loaders for a model."""
     parts = processes * config.accumulation
     if config.batch_size % parts:
         raise DataError(

@@ -46,9 +46,6 @@ def finetune(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = 
 
     Returns:
         The results of each arm, as in ``results.json``.
-
-    Raises:
-        SolverPluginsError: For every mistake that the user can fix.
     """
     if resume and overwrite:
         raise OutputError("Expected --resume or --overwrite; found both.")
@@ -217,10 +214,6 @@ class FinetunedArm:
 
         Returns:
             The result, which is the last file written.
-
-        Raises:
-            DivergedError: If the loss is not finite.
-            CheckpointError: If a checkpoint cannot be written, or all of them are damaged.
         """
         accelerator, progress = self.accelerator, self.loop.progress
         if self.config.trackers:

@@ -25,9 +25,6 @@ def opened(found: Any, column: str, name: str) -> Any:
         found: The split.
         column: The column of images, or of texts that name files.
         name: The data set: a file or folder, from whose folder the names start.
-
-    Raises:
-        DataError: If the column holds neither, or a file is not there.
     """
     import datasets
 
@@ -64,11 +61,7 @@ def files_of(found: Any, column: str) -> list[str]:
 
 
 def check_images(files: Iterable[str]) -> None:
-    """Looks at the head and the end of every file, and reads those to the end that look unfinished.
-
-    Raises:
-        DataError: If some cannot be read; it names them.
-    """
+    """Looks at the head and end of every file, reads on where it looks unfinished; DataError names damaged ones."""
     damaged: list[str] = []
     for file in tqdm(list(files), desc="look at images", unit="file", leave=False, delay=2):
         try:

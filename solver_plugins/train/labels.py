@@ -34,11 +34,7 @@ def split_text(value: Any, separator: str) -> Any:
 
 
 def problem_of(found: Any, label: Label, config: DataSection) -> ProblemType:
-    """Returns the problem that the labels pose: the given one, or that of their kind.
-
-    Raises:
-        DataError: If the kind does not tell.
-    """
+    """Returns the problem that the labels pose: the given one, or that of their kind."""
     if config.problem_type is not None:
         return config.problem_type
     if config.separator is not None:
@@ -70,11 +66,7 @@ def _kind(feature: Any) -> str:
 
 
 def names_of(found: Any, label: Label, problem: ProblemType, values: Sequence[Any]) -> tuple[str, ...]:
-    """Returns the names of the classes, in the order of their numbers, or those of the targets.
-
-    Raises:
-        DataError: If the labels have no such form.
-    """
+    """Returns the names of the classes, in the order of their numbers, or those of the targets."""
     if isinstance(label, tuple):
         return label
     if problem == "regression":
@@ -159,11 +151,7 @@ def _is_hot(value: Any) -> bool:
 
 
 def check_labels(values: Sequence[Any], read: Callable[[Any], Any], what: str, where: str) -> None:
-    """Reads every label once.
-
-    Raises:
-        DataError: If one does not fit; it says which.
-    """
+    """Reads every label once; DataError names those that do not fit."""
     wrong: dict[str, int] = {}
     for place, value in enumerate(values):
         try:

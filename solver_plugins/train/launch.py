@@ -62,12 +62,7 @@ class Alone:
 
 
 def make_accelerator(config: FinetuneConfig, logs: str | None = None) -> Accelerator:
-    """Makes the Accelerator of a run or, given a folder for logs, of one of its arms.
-
-    Raises:
-        LaunchError: If several processes were started and each believes it is alone.
-        OptionError: If this machine does not support the precision.
-    """
+    """Makes the Accelerator of a run or, given a folder for logs, of one of its arms."""
     # Explicit on machines without GPUs: a launch config for GPUs would otherwise leave out the process group.
     cpu = not torch.accelerator.is_available()
     if cpu and config.precision == "fp16":

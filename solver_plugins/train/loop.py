@@ -104,11 +104,7 @@ class Loop:
         self._clocks = (0.0, 0.0)
 
     def run(self) -> Progress:
-        """Trains to the end.
-
-        Raises:
-            DivergedError: If a loss, or the weights at the end of an epoch, are not finite.
-        """
+        """Trains to the end."""
         progress, epochs = self.progress, self.settings.epochs
         bar = tqdm(
             total=epochs * self.batches.steps, initial=progress.step, desc=self.name, unit="step", leave=False,

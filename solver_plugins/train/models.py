@@ -19,12 +19,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def build_model(config: FinetuneConfig, splits: Splits) -> nn.Module:
-    """Builds the plain model of a run, in its dtype.
-
-    Raises:
-        ModelError: If it cannot be built, or is made for another number of classes.
-        WeightError, InputError: If its weights cannot be read or do not fit.
-    """
+    """Builds the plain model of a run, in its dtype."""
     section, classes = config.model, len(splits.classes)
     asked = section.args.get("num_classes", section.args.get("num_labels"))
     if asked is not None and asked != classes:

@@ -31,11 +31,7 @@ class TrainSettings:
 
 
 def make_optimizer(settings: TrainSettings, model: nn.Module) -> torch.optim.Optimizer:
-    """Makes the optimiser with timm's factory.
-
-    Raises:
-        OptionError: If timm does not know the optimiser or its arguments.
-    """
+    """Makes the optimiser with timm's factory."""
     section = settings.optimizer
     trained: Any = [one for one in model.parameters() if one.requires_grad] if settings.decay_all else model
     try:

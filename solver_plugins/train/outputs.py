@@ -33,11 +33,7 @@ _FREE = {"output", "trackers", "checkpoints", "seeds"}
 
 
 def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
-    """Checks that the output folder is free, may be replaced, or holds the run to continue; writes nothing.
-
-    Raises:
-        OutputError: If it holds something else, or a run that must not be replaced or continued.
-    """
+    """Raises OutputError unless the output folder is free, may be replaced, or holds the run to continue."""
     place = Path(config.output).expanduser()
     if not holds_run(place, CONFIG, "finetune", "output="):
         return
@@ -58,11 +54,7 @@ def check_output(config: FinetuneConfig, resume: bool, overwrite: bool) -> None:
 
 
 def holds_run(place: Path, marker: str, command: str, option: str) -> bool:
-    """Whether a folder holds a run of a command, recognised by a marker file.
-
-    Raises:
-        OutputError: If it holds something else; the message advises another folder, chosen by the option.
-    """
+    """Whether a folder holds a run of a command (recognised by a marker file); OutputError if it holds other things."""
     if place.exists() and not place.is_dir():
         raise OutputError(f"Expected a folder for the output; {str(place)!r} is a file.")
     held = sorted(path.name for path in place.iterdir() if path.name != LOCK) if place.is_dir() else []
@@ -95,11 +87,7 @@ def remove_run(place: Path, *names: str) -> None:
 
 
 def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
-    """Checks that a continued run has the examples that it began with.
-
-    Raises:
-        OutputError: If the examples differ.
-    """
+    """Raises OutputError unless a continued run has the examples that it began with."""
     place = Path(config.output).expanduser()
     try:
         before = json.loads((place / DATA).read_text(encoding="utf-8"))
@@ -116,11 +104,7 @@ def check_data(config: FinetuneConfig, data: dict[str, Any]) -> None:
 
 
 def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> None:
-    """Makes and locks the output folder, with nothing but the config and the data's identity; keeps a run to continue.
-
-    Raises:
-        OutputError: If another process works in the folder.
-    """
+    """Makes and locks the output folder, with the config and the data's identity; keeps a run to continue."""
     place = Path(config.output).expanduser()
     try:
         place.mkdir(parents=True, exist_ok=True)
@@ -140,11 +124,7 @@ def start_output(config: FinetuneConfig, resume: bool, data: dict[str, Any]) -> 
 
 
 def check_unlocked(path: Path) -> None:
-    """Checks that no living process holds a lock.
-
-    Raises:
-        OutputError: If one does, or if it cannot be told because it runs on another machine.
-    """
+    """Raises OutputError if a living process holds a lock, or one on another machine may."""
     try:
         held = json.loads(path.read_text(encoding="utf-8"))
         pid, host, started = int(held["pid"]), str(held["host"]), float(held["started"])

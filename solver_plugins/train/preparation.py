@@ -34,12 +34,7 @@ class ImageTransform:
 
 
 def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]:
-    """Returns the transforms for training and evaluation, and the function that makes a batch.
-
-    Raises:
-        DataError: If there are no images with the model's number of channels.
-        OptionError: If timm does not know the policy ``augmentation.auto_augment``.
-    """
+    """Returns the transforms for training and evaluation, and the function that makes a batch."""
     from timm.data.transforms_factory import create_transform
 
     known = image_settings(config, model)
@@ -68,9 +63,6 @@ def evaluation_transform(known: dict[str, Any]) -> ImageTransform:
 
     Args:
         known: ``input_size``, ``mean``, ``std``, ``interpolation`` and ``crop_pct``.
-
-    Raises:
-        DataError: If images of that many channels cannot be read.
     """
     from timm.data.transforms_factory import create_transform
 
@@ -128,11 +120,7 @@ def remember_data(config: FinetuneConfig, model: Any, classes: tuple[str, ...], 
 
 
 def _processor(config: FinetuneConfig) -> dict[str, Any]:
-    """Returns how a model of transformers wants its images; nothing for random weights without a processor.
-
-    Raises:
-        DataError: If trained weights come without an image processor, and the config does not say mean and deviation.
-    """
+    """Returns how a model of transformers wants its images; nothing for random weights without a processor."""
     from transformers import AutoImageProcessor
 
     source = Path(_source(config))
@@ -220,11 +208,7 @@ class Tokens:
 
 
 def text_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any]:
-    """Returns the tokenizer for training and for evaluation, and the function that makes a batch.
-
-    Raises:
-        DataError: If the model is not a transformers model, or comes without a tokenizer.
-    """
+    """Returns the tokenizer for training and for evaluation, and the function that makes a batch."""
     if hasattr(model, "pretrained_cfg") or not hasattr(model, "config"):
         raise DataError(f"data.text needs a model of transformers (hf/...); found {type(model).__name__}.")
     source = config.model.spec.removeprefix("hf/")

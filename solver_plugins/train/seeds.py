@@ -36,9 +36,6 @@ def finetune_seeds(config: FinetuneConfig, *, resume: bool = False, overwrite: b
 
     Returns:
         The results of every seed, and over all of them, as in ``results.json``.
-
-    Raises:
-        SolverPluginsError: As :func:`~solver_plugins.train.finetune.finetune` does.
     """
     assert config.seeds is not None
     place = Path(config.output).expanduser()

@@ -24,11 +24,7 @@ DIGITS_TEST = 360
 
 
 def load_split(config: DataSection, split: str) -> Any:
-    """Returns one split as a ``datasets.Dataset``.
-
-    Raises:
-        DataError: If there is no such data set or split (the message says where it looked), or the split is empty.
-    """
+    """Returns one split as a ``datasets.Dataset``."""
     try:
         found = _load(config, split)
     except DataError:

@@ -25,11 +25,7 @@ class StepSizes:
         return {name: buffer.detach().cpu().clone() for name, buffer in step_state(self.model).items()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Writes the buffers back, in place.
-
-        Raises:
-            KeyError: If they belong to another model.
-        """
+        """Writes the buffers back, in place."""
         own = step_state(self.model)
         if own.keys() != state.keys():
             raise KeyError(f"Expected the step sizes of {len(own)} buffers; found {len(state)} of other names.")

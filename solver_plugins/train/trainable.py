@@ -19,9 +19,6 @@ class Trainable:
     Args:
         config: The run, with ``train``, ``freeze`` and ``unfreeze``, or ``peft``.
         model: The model with its adapters, as it is before it is wrapped.
-
-    Raises:
-        TargetError: If a name matches no layer, or no layer would be trained.
     """
 
     def __init__(self, config: FinetuneConfig, model: nn.Module):
@@ -98,11 +95,7 @@ def _near(text: str | None, names: Iterable[str]) -> str:
 
 
 def prepare_memory(config: FinetuneConfig, model: Any) -> None:
-    """Sets what a config says about memory: gradient checkpointing, and the layout of images.
-
-    Raises:
-        TargetError: If the model cannot recompute its activations.
-    """
+    """Sets what a config says about memory: gradient checkpointing, and the layout of images."""
     if config.channels_last:
         model.to(memory_format=torch.channels_last)
     if not config.gradient_checkpointing:
