@@ -297,6 +297,12 @@ def carrying() -> Iterator[None]:
         here.depth -= 1
 
 
+def carried() -> bool:
+    """Whether marks are carried here: a scope runs. A compiler can follow this."""
+    modes = (torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack()))
+    return any(isinstance(mode, Carry) for mode in modes)
+
+
 def open_scope(link: Link) -> None:
     """Makes a link's scope one."""
     scope: Any = link.scope

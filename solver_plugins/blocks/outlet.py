@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from solver_plugins.blocks.fold import check_foldable, normalised
-from solver_plugins.blocks.link import THREAD, Handed, Link, Place, Role, carrying, put, take
+from solver_plugins.blocks.link import THREAD, Handed, Link, Place, Role, carried, carrying, put, take
 from solver_plugins.blocks.shell import Shell, take_off
 from solver_plugins.blocks.stepsize import certify_after_loading
 from solver_plugins.errors import SolverPluginsError, UnsupportedLayerError
@@ -95,6 +95,8 @@ class Outlet(Shell):
         """Returns what a tensor without a mark is; None where it may be another layer's. Raises if neither is known."""
         compiling, after_sum = torch.compiler.is_compiling(), self.role == "activation"
         if compiling and after_sum:
+            if not carried():
+                raise SolverPluginsError(_without_its_layer(self.links[0]))
             return None
         for link in self.links:
             if not compiling and block_at(link) is None:

@@ -4,40 +4,29 @@ from abc import abstractmethod
 from collections import OrderedDict
 from typing import Any, TypeVar
 
-from pydantic import Field
 from torch import nn
 
-from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.studies.comparison import accuracies, differences, search_tables
-from solver_plugins.studies.controls import GAIN, TUNED, Gains, put_before, untuned
-from solver_plugins.studies.images import is_pretrained, prepared
+from solver_plugins.studies.controls import GAIN, Gains, put_before, untuned
+from solver_plugins.studies.images import is_pretrained
 from solver_plugins.studies.searched import SearchedConfig, SearchedStudy
-from solver_plugins.studies.study import Cell, Context, Results, Table, Value
+from solver_plugins.studies.study import Cell, Context, Results, Table
 from solver_plugins.studies.training import features_of
 from solver_plugins.train.config import ModelSection
 from solver_plugins.train.tensors import Part
 
-
-class ClassifierConfig(SearchedConfig):
-    """Settings of such a study."""
-
-    controls: list[str] = Field([], description=f"'{GAIN}' for each feature, or an arm and '{TUNED}'.")
-
-
-C = TypeVar("C", bound=ClassifierConfig)
+C = TypeVar("C", bound=SearchedConfig)
 
 
 class ClassifierStudy(SearchedStudy[C]):
     """Arms that differ in a network's classifier; with the same search for all of them."""
 
     group = "backbone"
-    # With 400 at once, EfficientNet-Lite0 at 64 pixels took 2.5 times as long per image on one thread of a CPU.
-    evaluation_batch = 64
+    simple = (GAIN,)
     _features: dict[int, dict[str, Part]]
 
     @abstractmethod
-    def section(self) -> ModelSection:
-        """Returns which network it is."""
+    def section(self) -> ModelSection: ...
 
     @abstractmethod
     def frozen(self) -> bool:
@@ -47,28 +36,10 @@ class ClassifierStudy(SearchedStudy[C]):
         """Whether every seed reads the same features: those of given weights."""
         return is_pretrained(self.section())
 
-    @abstractmethod
-    def tunable(self) -> tuple[str, ...]:
-        """Lists the arms that may be named with '-tuned'."""
-
-    def groups(self) -> list[Value]:
-        return [self.section().spec.removeprefix("timm/")]
-
-    def compared(self) -> tuple[str, ...]:
-        known = (GAIN, *(f"{arm}{TUNED}" for arm in self.tunable()))
-        for control in self.config.controls:
-            if control not in known:
-                raise OptionError(f"Unknown control {control!r}.{did_you_mean(control, known)}")
-        return (*self.arms(), *self.config.controls)
-
     def prepare(self) -> None:
         super().prepare()
         self._features = {}
         self.compared()
-
-    def _prepared(self, model: nn.Module, part: Part, context: Context) -> Part:
-        size = self.config.image_size
-        return prepared(self.section(), model, part, self._images.train, context.device, size)
 
     def _inputs(self, model: nn.Module, cell: Cell, context: Context) -> dict[str, Part]:
         parts = self._ready(model, context)

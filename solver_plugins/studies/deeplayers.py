@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.errors import OptionError, SolverPluginsWarning, did_you_mean
+from solver_plugins.errors import OptionError, SolverPluginsWarning
 from solver_plugins.integrations.weights import read_weights
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solve.problem import Formulation
 from solver_plugins.studies.comparison import FIRST, Row, differences, gains
-from solver_plugins.studies.controls import NONE, SIMPLE, TUNED, Sites, put_control, set_rates, untuned
+from solver_plugins.studies.controls import NONE, SIMPLE, Sites, put_control, set_rates, untuned
 from solver_plugins.studies.runner import CellError
 from solver_plugins.studies.searched import SearchedConfig, SearchedStudy
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value
@@ -62,9 +62,6 @@ class TableConfig(SearchedConfig):
     first: Fitting | None = Field(
         None, description="How networks are trained before they are finetuned; null for training from scratch."
     )
-    controls: list[str] = Field(
-        [], description=f"What the solvers are compared with: {', '.join(SIMPLE)}, or an arm with dropout and '-tuned'."
-    )
     trials: int = Field(20, ge=1, description="Passes over the test split of a network that samples. Paper: 20.")
 
 
@@ -99,19 +96,11 @@ class DeepLayersTable(SearchedStudy[C]):
         return [config.beside]
 
     def tunable(self) -> tuple[str, ...]:
-        """Lists the arms whose rate may be searched."""
         return (*self.arms(), *SIMPLE)
 
     def rate(self, group: Value) -> float:
         """Returns the rate of the dropouts that solvers take the place of."""
         return 0.0
-
-    def compared(self) -> tuple[str, ...]:
-        known = (*self.simple, *(f"{arm}{TUNED}" for arm in self.tunable()))
-        for control in self.config.controls:
-            if control not in known:
-                raise OptionError(f"Unknown control {control!r}.{did_you_mean(control, known)}")
-        return (*self.arms(), *self.config.controls)
 
     def equals(self, group: Value, arm: str) -> list[tuple[str, float]]:
         # Without dropout, the plain network is 'none'.

@@ -15,9 +15,9 @@ from solver_plugins.studies.comparison import FIRST, Row, better, differences, p
 from solver_plugins.studies.controls import Sites, put_before
 from solver_plugins.studies.deeplayers import REFERENCE, DeepLayersTable, TableConfig, samples
 from solver_plugins.studies.figures import COLOURS, label, nan_for_none, new_figure
-from solver_plugins.studies.images import build_backbone, is_pretrained, prepared
-from solver_plugins.studies.searched import FINAL
-from solver_plugins.studies.study import Cell, Context, Results, Table, Value, finite, mean, register_study, spread
+from solver_plugins.studies.images import is_pretrained
+from solver_plugins.studies.searched import FINAL, SearchedStudy
+from solver_plugins.studies.study import Cell, Results, Table, Value, finite, mean, register_study, spread
 from solver_plugins.studies.training import features_of
 from solver_plugins.train.config import ModelSection, Names
 from solver_plugins.train.randomness import seed_for, seeded
@@ -84,12 +84,10 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
     reference = f"Finetuning as in Table 3 {REFERENCE}, for networks with norms; the paper has no such table"
     Config = PretrainedConfig
     group = "model"
-    # With 400 at once, EfficientNet-Lite0 at 64 pixels took 2.5 times as long per image on one thread of a CPU.
-    evaluation_batch = 64
     _sites: Sites | None = None
 
     def groups(self) -> list[Value]:
-        return [self.config.model.spec.removeprefix("timm/")]
+        return SearchedStudy.groups(self)
 
     def arms(self) -> tuple[str, ...]:
         return PLAIN, *self.config.arms
@@ -98,10 +96,6 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
         config = self.config
         what = f"{config.model.spec}{', pretrained' if is_pretrained(config.model) else ''}"
         return f"{what}, on {super().title()}"
-
-    def make(self, group: Value) -> nn.Module:
-        # Made first in a cell, so that the new classifier is the same in all arms of a seed.
-        return build_backbone(self.config.model, self._images)
 
     def conversion(self, group: Value, arm: str) -> dict[str, Any]:
         config, one = self.config, self.config.arms[arm]
@@ -115,10 +109,6 @@ class DeepLayersPretrained(DeepLayersTable[PretrainedConfig]):
             "blend": one.blend,
             **one.args,
         }
-
-    def _prepared(self, model: nn.Module, part: Part, context: Context) -> Part:
-        config = self.config
-        return prepared(config.model, model, part, self._images.train, context.device, config.image_size)
 
     def sites(self, group: Value) -> Sites:
         if self._sites is None:

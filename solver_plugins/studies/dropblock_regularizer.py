@@ -6,11 +6,11 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from solver_plugins.studies.classifiers import ClassifierConfig, ClassifierStudy
+from solver_plugins.studies.classifiers import ClassifierStudy
 from solver_plugins.studies.controls import untuned
 from solver_plugins.studies.dropblock_rank import effective_rank
 from solver_plugins.studies.dropblock_shallow import REFERENCE
-from solver_plugins.studies.images import build_backbone
+from solver_plugins.studies.searched import SearchedConfig
 from solver_plugins.studies.study import Cell, Value, register_study
 from solver_plugins.studies.training import collected
 from solver_plugins.train.additions import Additions
@@ -20,7 +20,7 @@ from solver_plugins.train.tensors import Part
 NONE, DROPOUT, SAMPLED, DETERMINISTIC = "none", "dropout", "sampled", "deterministic"
 
 
-class RegularizerConfig(ClassifierConfig):
+class RegularizerConfig(SearchedConfig):
     """Settings of the comparison. The schedule and the search are the same for all arms."""
 
     model: ModelSection = Field(
@@ -56,9 +56,6 @@ class DropBlockRegularizer(ClassifierStudy[RegularizerConfig]):
 
     def frozen(self) -> bool:
         return self.config.frozen
-
-    def make(self, group: Value) -> nn.Module:
-        return build_backbone(self.config.model, self._images)
 
     def prepare(self) -> None:
         super().prepare()

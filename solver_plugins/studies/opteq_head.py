@@ -10,10 +10,10 @@ from solver_plugins.config import StrictConfig
 from solver_plugins.equilibrium import HeadConfig
 from solver_plugins.errors import OptionError
 from solver_plugins.integrations.heads import attach_opteq_head
-from solver_plugins.studies.classifiers import ClassifierConfig, ClassifierStudy
+from solver_plugins.studies.classifiers import ClassifierStudy
 from solver_plugins.studies.controls import put_before, untuned
-from solver_plugins.studies.images import build_backbone
 from solver_plugins.studies.opteq_alpha import REFERENCE
+from solver_plugins.studies.searched import SearchedConfig
 from solver_plugins.studies.study import Cell, Context, Value, register_study
 from solver_plugins.studies.training import Fitting, fit, parameters_of
 from solver_plugins.train.config import ModelSection
@@ -36,7 +36,7 @@ class Backbone(StrictConfig):
     frozen: bool = Field(True, description="Whether only the heads are trained, on features that stay as they are.")
 
 
-class OptEqHeadConfig(ClassifierConfig):
+class OptEqHeadConfig(SearchedConfig):
     """Settings of the comparison. The schedule and the search are the same for all heads."""
 
     backbone: Backbone = Backbone()
@@ -73,9 +73,6 @@ class OptEqHeadStudy(ClassifierStudy[OptEqHeadConfig]):
 
     def same_for_all_seeds(self) -> bool:
         return super().same_for_all_seeds() and self._first is None
-
-    def make(self, group: Value) -> nn.Module:
-        return build_backbone(self.section(), self._images)
 
     def prepare(self) -> None:
         super().prepare()

@@ -1,7 +1,6 @@
 """Beyond the ProxProp paper: its gradients against other optimisers and inside of them, each with its own step size."""
 
 import math
-from pathlib import Path
 from typing import Self
 
 import pydantic
@@ -10,7 +9,7 @@ from torch import nn
 
 from solver_plugins.config import StrictConfig
 from solver_plugins.studies.comparison import differences
-from solver_plugins.studies.images import Images, build_backbone, prepared
+from solver_plugins.studies.images import Images
 from solver_plugins.studies.proxprop_convergence import REFERENCE, Mode, conv_net
 from solver_plugins.studies.searched import LOOKED, SearchedConfig, SearchedStudy
 from solver_plugins.studies.study import Context, Results, Table, Value, register_study
@@ -63,15 +62,12 @@ class ProxPropOptimizers(SearchedStudy[OptimizersConfig]):
     reference = f"The convolutional network {REFERENCE} with other optimisers; the paper has no such table"
     Config = OptimizersConfig
     group = "network"
-    # With 400 at once, EfficientNet-Lite0 at 64 pixels took 2.5 times as long per image on one thread of a CPU.
-    evaluation_batch = 64
     _texts: Texts | None = None
 
     def groups(self) -> list[Value]:
-        config = self.config
-        if config.model is not None:
-            return [Path(config.model.spec).name]
-        return ["conv-norm" if config.norm else "conv"]
+        if self.section() is not None:
+            return super().groups()
+        return ["conv-norm" if self.config.norm else "conv"]
 
     def arms(self) -> tuple[str, ...]:
         return tuple(self.config.arms)
@@ -87,12 +83,7 @@ class ProxPropOptimizers(SearchedStudy[OptimizersConfig]):
         return self._texts.images
 
     def _prepared(self, model: nn.Module, part: Part, context: Context) -> Part:
-        config = self.config
-        if self._texts is not None:
-            return part.to(context.device)
-        if config.model is None:
-            return super()._prepared(model, part, context)
-        return prepared(config.model, model, part, self._images.train, context.device, config.image_size)
+        return part.to(context.device) if self._texts is not None else super()._prepared(model, part, context)
 
     def prepare(self) -> None:
         super().prepare()
@@ -103,8 +94,8 @@ class ProxPropOptimizers(SearchedStudy[OptimizersConfig]):
     def make(self, group: Value) -> nn.Module:
         if self._texts is not None:
             return self._texts.build()
-        if self.config.model is not None:
-            return build_backbone(self.config.model, self._images)
+        if self.section() is not None:
+            return super().make(group)
         return conv_net(self._images.shape, self.config.filters, self._images.classes, self.config.norm)
 
     def fitting(self, group: Value, arm: str) -> Fitting:

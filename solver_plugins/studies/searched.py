@@ -5,6 +5,7 @@
 """
 
 from abc import abstractmethod
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic
@@ -12,13 +13,14 @@ from pydantic import Field
 from torch import nn
 
 from solver_plugins.config import StrictConfig
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, did_you_mean
 from solver_plugins.studies.comparison import Row, accuracies, draw_rows, pairs, search_tables
 from solver_plugins.studies.controls import TUNED
-from solver_plugins.studies.images import ImageConfig, ImageData, ImageStudy, normalised
+from solver_plugins.studies.images import ImageConfig, ImageData, ImageStudy, build_backbone, normalised, prepared
 from solver_plugins.studies.study import Cell, Context, Results, Table, Value, mean
 from solver_plugins.studies.training import EVALUATION_BATCH, Fitting, fit, scores
 from solver_plugins.train.additions import Additions
+from solver_plugins.train.config import ModelSection
 from solver_plugins.train.evaluate import Scores
 from solver_plugins.train.loop import Hooks, Loop
 from solver_plugins.train.tensors import Part
@@ -53,6 +55,7 @@ class SearchedConfig(ImageConfig):
     image_size: int | None = Field(None, ge=1, description="Images are resized to this side; null for as they are.")
     search: Search = Search()
     fitting: Fitting = Fitting(weight_decay=5e-4)
+    controls: list[str] = Field([], description="More that is compared: simpler ways, or arms and '-tuned'.")
     predictions: str = Field("", description="What was expected, written down before the test split was read.")
 
     @pydantic.model_validator(mode="after")
@@ -71,31 +74,53 @@ class SearchedStudy(ImageStudy[C]):
     Attributes:
         group: What its networks differ in, a key of the cells' settings.
         printed: The paper's accuracies by network and arm.
-        evaluation_batch: How many images are evaluated at once.
+        simple: Controls that are not arms.
         measures: More columns of the report: a heading, and the value and format of it.
     """
 
     group: ClassVar[str]
     printed: ClassVar[dict[Value, dict[str, float]]] = {}
-    evaluation_batch: ClassVar[int] = EVALUATION_BATCH
+    simple: ClassVar[tuple[str, ...]] = ()
     measures: ClassVar[dict[str, tuple[str, str]]] = {}
     _parts: dict[str, Part]
 
-    @abstractmethod
+    def section(self) -> ModelSection | None:
+        """Returns which model of a library is compared; None for networks of the study's own."""
+        return getattr(self.config, "model", None)
+
+    @property
+    def evaluation_batch(self) -> int:
+        """How many images are evaluated at once."""
+        # With 400, EfficientNet-Lite0 at 64 pixels took 2.5 times as long per image on one thread of a CPU.
+        return EVALUATION_BATCH if self.section() is None else 64
+
     def groups(self) -> list[Value]:
         """Lists the networks."""
+        section = self.section()
+        assert section is not None
+        return [Path(section.spec).name]
 
     @abstractmethod
     def arms(self) -> tuple[str, ...]:
         """Lists the arms without controls; the first is plain."""
 
-    @abstractmethod
+    def tunable(self) -> tuple[str, ...]:
+        """Lists the arms that may be named with '-tuned'."""
+        return ()
+
     def make(self, group: Value) -> nn.Module:
-        """Makes a plain network with random weights."""
+        """Makes a plain network, as it is before training."""
+        section = self.section()
+        assert section is not None
+        return build_backbone(section, self._images)
 
     def compared(self) -> tuple[str, ...]:
         """Lists the arms and the controls."""
-        return self.arms()
+        known = (*self.simple, *(f"{arm}{TUNED}" for arm in self.tunable()))
+        for control in self.config.controls:
+            if control not in known:
+                raise OptionError(f"Unknown control {control!r}.{did_you_mean(control, known)}")
+        return (*self.arms(), *self.config.controls)
 
     def label(self, group: Value) -> str:
         """Returns the name of a network in the report."""
@@ -180,7 +205,10 @@ class SearchedStudy(ImageStudy[C]):
 
     def _prepared(self, model: nn.Module, part: Part, context: Context) -> Part:
         """Returns a split as a network expects it."""
-        return normalised(part, self._images.train, context.device, self.config.image_size)
+        known, section, size = self._images.train, self.section(), self.config.image_size
+        if section is None:
+            return normalised(part, known, context.device, size)
+        return prepared(section, model, part, known, context.device, size)
 
     def _trained(self, model: nn.Module) -> nn.Module:
         """Returns the part of a network that is trained and converted."""
