@@ -33,16 +33,7 @@ class VGGConfig(TableConfig):
 
 
 class CifarVGG(nn.Module):
-    """VGG16 for 32x32 images: 13 convolutions, then dropout -> linear -> ReLU twice, then the classifier.
-
-    Args:
-        in_chans: Channels of the image.
-        num_classes: How many classes.
-        width: Factor on the channels of the convolutions.
-        features: Widths of the fully connected layers.
-        rates: Of the two dropouts.
-        norm: Whether a BatchNorm follows every convolution.
-    """
+    """VGG16 for 32x32 images: 13 convolutions, then dropout -> linear -> ReLU twice, then the classifier."""
 
     def __init__(
         self, in_chans: int, num_classes: int, width: float, features: int, rates: tuple[float, float], norm: bool

@@ -29,12 +29,7 @@ class TokenClassifier(nn.Module):
 
 
 class Texts:
-    """The splits of a data set of texts, for a model of transformers.
-
-    Args:
-        data: Where the texts come from; ``data.text`` is their column.
-        model: Which model: ``hf/FOLDER`` or ``hf/ID``.
-    """
+    """The splits of a data set of texts, for a model of transformers."""
 
     def __init__(self, data: ImageData, model: ModelSection):
         options = {key: getattr(data, key) for key in ("name", "config", "train", "text", "label")}

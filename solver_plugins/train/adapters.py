@@ -34,10 +34,6 @@ class Adapters:
 
     They change the model in place: it keeps its class and its forward pass, and only adapters, the modules of
     ``modules_to_save`` and the gates of solvers are trained from here on.
-
-    Args:
-        config: The run, with a section ``peft``.
-        model: The model, converted if it will be, and not wrapped yet.
     """
 
     def __init__(self, config: FinetuneConfig, model: nn.Module):

@@ -14,10 +14,6 @@ class Additions:
     """Implicit weight steps and a regulariser, put on a model and its optimiser by :meth:`attach`.
 
     Neither Parameters nor state dicts change, so exports stay plain.
-
-    Args:
-        proxprop: The implicit steps; None for plain steps.
-        regularizer: Structured dropout before the classifier; None to leave it out.
     """
 
     def __init__(self, proxprop: ProxPropSection | None = None, regularizer: RegularizerSection | None = None):

@@ -16,15 +16,7 @@ from solver_plugins.train.sections import BestSection
 
 
 class BestWeights:
-    """Keeps the weights of the best epoch, and says when to stop.
-
-    Args:
-        section: What is compared; None keeps nothing, and the last epoch counts.
-        file: Where the weights are kept.
-        accelerator: Of the run.
-        problem: What is predicted.
-        classes: How many classes or targets there are.
-    """
+    """Keeps the weights of the best epoch, and says when to stop; without a section it does neither."""
 
     def __init__(
         self,

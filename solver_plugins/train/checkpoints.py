@@ -19,13 +19,7 @@ _NAME = re.compile(r"step-(\d{8})")
 
 
 class Checkpoints:
-    """The checkpoints of one arm.
-
-    Args:
-        folder: Where they are stored.
-        keep: How many are kept.
-        accelerator: The Accelerator whose state they hold.
-    """
+    """The checkpoints of one arm."""
 
     def __init__(self, folder: Path, keep: int, accelerator: Accelerator):
         self.folder, self.keep, self.accelerator = folder, keep, accelerator

@@ -213,13 +213,6 @@ class Examples(Dataset[dict[str, Any]]):
 
     Random augmentation depends only on the seed and that pair, not on the process that reads an example or on what
     was read before. So a resumed run and a run of several processes see the same images.
-
-    Args:
-        found: The ``datasets.Dataset``.
-        splits: What is known of it.
-        prepare: Turns an image or text into arguments of the model.
-        seed: The run's seed.
-        name: What messages call the split.
     """
 
     def __init__(self, found: Any, splits: Splits, prepare: Callable[[Any], Any], seed: int, name: str):

@@ -19,13 +19,7 @@ _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
 def opened(found: Any, column: str, name: str) -> Any:
-    """Returns a split whose column of names of files, if it is one, holds the images.
-
-    Args:
-        found: The split.
-        column: The column of images, or of texts that name files.
-        name: The data set: a file or folder, from whose folder the names start.
-    """
+    """Returns a split whose column of names of files, if it is one, holds the images."""
     import datasets
 
     feature = found.features[column]

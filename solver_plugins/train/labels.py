@@ -100,13 +100,7 @@ def names_of(found: Any, label: Label, problem: ProblemType, values: Sequence[An
 
 
 class LabelReader:
-    """Turns a stored label into a class number, or into a row of numbers; it can be sent to workers.
-
-    Args:
-        problem: What is predicted.
-        names: The names of classes or targets.
-        label: The column, or several of them.
-    """
+    """Turns a stored label into a class number, or into a row of numbers; it can be sent to workers."""
 
     def __init__(self, problem: ProblemType, names: tuple[str, ...], label: Label):
         self.names, self.columns = names, isinstance(label, tuple)

@@ -22,10 +22,6 @@ class Alone:
 
     Unlike an Accelerator it never creates a process group, even in a launch of several processes. The cells of a study
     need this: each process measures its own cells, but ``calibrate`` and ``ProxProp`` communicate within any group.
-
-    Args:
-        device: Where the model belongs.
-        talks: Whether progress bars are shown.
     """
 
     num_processes = 1

@@ -20,13 +20,6 @@ def measure(
     precision and recall; classes that neither occur nor are answered are left out. ``ece`` is the expected calibration
     error: how far confidence and accuracy are apart, on average over bins of confidence. The accuracy on a class
     without examples is None.
-
-    Args:
-        labels: The right classes.
-        answers: The likeliest class of each example.
-        confidence: Its probability.
-        in_top5: Whether the right class is among the five likeliest.
-        classes: How many classes there are.
     """
     right = labels == answers
     there, told = numpy.bincount(labels, minlength=classes), numpy.bincount(answers, minlength=classes)

@@ -59,11 +59,7 @@ def image_preparation(config: FinetuneConfig, model: Any) -> tuple[Any, Any, Any
 
 
 def evaluation_transform(known: dict[str, Any]) -> ImageTransform:
-    """Returns the transform for evaluation and prediction.
-
-    Args:
-        known: ``input_size``, ``mean``, ``std``, ``interpolation`` and ``crop_pct``.
-    """
+    """Returns the transform for evaluation, from ``input_size``, ``mean``, ``std``, ``interpolation``, ``crop_pct``."""
     from timm.data.transforms_factory import create_transform
 
     channels = known["input_size"][0]

@@ -29,11 +29,6 @@ def measures_of(models: dict[str, dict[str, Any]]) -> dict[str, tuple[str, int]]
 def finetune_seeds(config: FinetuneConfig, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
     """Finetunes once for each of ``config.seeds``, in folders of their own below the output folder.
 
-    Args:
-        config: The run.
-        resume: Whether to continue: finished seeds are kept as they are.
-        overwrite: Whether to replace the runs in the output folder.
-
     Returns:
         The results of every seed, and over all of them, as in ``results.json``.
     """

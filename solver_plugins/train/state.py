@@ -11,11 +11,7 @@ from solver_plugins.integrations.steps import step_state
 
 
 class StepSizes:
-    """The buffers behind the step sizes of all blocks: a resumed run needs them, but no state dict holds them.
-
-    Args:
-        model: A model, with or without blocks.
-    """
+    """The buffers behind the step sizes of all blocks: a resumed run needs them, but no state dict holds them."""
 
     def __init__(self, model: nn.Module):
         self.model = model

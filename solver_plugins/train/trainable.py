@@ -14,12 +14,7 @@ from solver_plugins.train.config import FinetuneConfig
 
 
 class Trainable:
-    """The layers of a model that a config trains, epoch by epoch.
-
-    Args:
-        config: The run, with ``train``, ``freeze`` and ``unfreeze``, or ``peft``.
-        model: The model with its adapters, as it is before it is wrapped.
-    """
+    """The layers of a model that a config trains, epoch by epoch."""
 
     def __init__(self, config: FinetuneConfig, model: nn.Module):
         self.model = model
