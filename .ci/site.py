@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FunctionType
 
 import yaml
+import zensical
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -54,7 +55,7 @@ REFERENCE = {
 def prepare(folder: Path) -> None:
     """Writes all pages of the site into a folder."""
     shutil.rmtree(folder, ignore_errors=True)
-    ignored = shutil.ignore_patterns("README.md", "ruff.toml", ".*")
+    ignored = shutil.ignore_patterns("README.md", "ruff.toml", "figures.py", ".*")
     shutil.copytree(ROOT / "docs", folder, ignore=ignored)
     for notebook in sorted(folder.rglob("*.ipynb")):
         notebook.with_suffix(".md").write_text(as_page(notebook), encoding="utf-8")
@@ -89,9 +90,32 @@ def as_page(notebook: Path) -> str:
                 parts.append(f"![Output of the cell above]({picture.name})")
             elif output.get("name") != "stderr":
                 printed = "".join(found["text/plain"]).strip()
-                parts.append(f"```text\n{printed}\n```")
+                parts += [f"```text\n{printed}\n```"] if printed else []
     download = f"\n\nThis page is a notebook: `docs/notebooks/{notebook.name}`.\n"
     return "\n\n".join(parts) + download
+
+
+def search_in_a_folder() -> str:
+    """Returns a script that lets search work in pages opened without a server.
+
+    Browsers start no worker from a file. They do from a text, so the script has the worker in it.
+    """
+    (worker,) = (Path(zensical.__file__).parent / "templates/assets/javascripts/workers").glob("search.*.js")
+    return (
+        f'if (location.protocol === "file:") {{\n  const text = {json.dumps(worker.read_text(encoding="utf-8"))};\n'
+        "  const Native = Worker;\n"
+        "  window.Worker = function () { return new Native(URL.createObjectURL(new Blob([text]))); };\n}\n"
+    )
+
+
+def from_elsewhere(site: Path) -> set[str]:
+    """Returns what pages load from other servers: the site works without a network, and tells no one who reads it."""
+    loaded = r"""<(?:script|img|iframe)\b[^>]*\bsrc="?(https?://[^"\s>]+)|<link\b[^>]*rel="?stylesheet[^>]*href="?(https?://[^"\s>]+)"""
+    return {
+        "".join(found)
+        for page in site.rglob("*.html")
+        for found in re.findall(loaded, page.read_text(encoding="utf-8"))
+    }
 
 
 def undocumented() -> list[str]:
@@ -126,6 +150,12 @@ def described(name: str) -> str:
     return f"::: {name}\n    options:\n      members:\n" + "".join(f"        - {one}\n" for one in sorted(listed))
 
 
+def identifiers() -> dict[str, str]:
+    """Returns where the site describes each public name: in its own package, not where it is passed on."""
+    packages = reversed(REFERENCE)
+    return {name: f"{one}.{name}" for one in packages for name in getattr(importlib.import_module(one), "__all__", ())}
+
+
 def with_links(text: str, source: str, places: dict[str, str]) -> str:
     """Turns the links of a page of the repository into links of the site.
 
@@ -145,6 +175,8 @@ def with_links(text: str, source: str, places: dict[str, str]) -> str:
         if place is None:
             # A file that is not a page. The site does not know where the repository is, so it only names it.
             return label if label.startswith("`") else f"`{path}`"
+        if label.endswith(".md"):
+            label = (ROOT / path).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
         return f"{mark}[{label}]({posixpath.relpath(place, here or '.')}{anchor or ''})"
 
     return re.sub(r"(!?)\[([^\]\n]*)\]\(([^)#\s]*)(#[^)\s]*)?\)", moved, text)
@@ -162,9 +194,17 @@ def main() -> int:
     prepare(build / "pages")
     config = yaml.safe_load((ROOT / ".ci" / "site.yml").read_text(encoding="utf-8"))
     config |= {"docs_dir": "pages", "site_dir": "site"}
+    python = next(one for one in config["plugins"] if "mkdocstrings" in one)["mkdocstrings"]["handlers"]["python"]
+    python["options"]["extensions"] = [{"../../.ci/roles.py": {"places": identifiers()}}]
     config["nav"].insert(-1, {"Reference": [{name: f"reference/{name}.md"} for name in REFERENCE]})
+    # The name is how zensical knows that it need not load such a script from elsewhere.
+    (build / "pages" / "iframe-worker.js").write_text(search_in_a_folder(), encoding="utf-8")
+    shutil.copy(ROOT / ".ci" / "site.css", build / "pages")
     (build / "mkdocs.yml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     code = subprocess.call([sys.executable, "-m", "zensical", "build", "--strict", "--clean"], cwd=build)
+    if code == 0 and (foreign := from_elsewhere(build / "site")):
+        print("Loaded from elsewhere:", *sorted(foreign), sep="\n  ", file=sys.stderr)
+        return 1
     if code == 0:
         shutil.rmtree(output, ignore_errors=True)
         shutil.move(build / "site", output)

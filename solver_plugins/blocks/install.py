@@ -110,7 +110,7 @@ class Guard:
     """A hook before a converted model: raises where a converted layer is no longer a part of it, or drops twice.
 
     ``timm.utils.reparameterize_model`` fuses layers with their norms, and other tools replace modules that hold
-    converted layers. The network would go on without its solvers, as another function.
+    converted layers. Without its solvers the network would compute something else.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -141,7 +141,7 @@ class Guard:
                 raise SolverPluginsError(
                     f"The converted layer {name!r} is no longer a part of this {type(self.model).__name__}: it was "
                     "replaced or fused after the conversion (timm.utils.reparameterize_model?), and without its solver "
-                    "the network is another function. Call revert_model(model) before such a change."
+                    "the outputs would change. Call revert_model(model) before such a change."
                 )
         for name, place in self.places.items():
             there = place.module

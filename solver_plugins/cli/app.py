@@ -17,11 +17,11 @@ from solver_plugins.errors import SolverPluginsError, did_you_mean
 COMMANDS: dict[str, str] = {
     "inspect": "Show what a conversion would do to a model, block by block.",
     "finetune": "Finetune a model with solvers, and its plain baseline, from one config file.",
-    "predict": "Say which class images or texts belong to, with a saved model.",
+    "predict": "Predict the class, labels or numbers of images or texts.",
     "export": "Write a saved model as ONNX or a torch.export program, and check it.",
     "run": "Run a training script of timm or transformers unchanged, with its model converted.",
     "patch": "Add --solver-config to training scripts of timm and transformers.",
-    "study": "Repeat an experiment of the papers: table, figure and metrics.",
+    "study": "Repeat the experiments of the papers, with tables and figures.",
     "env": "Print versions and devices, for a bug report.",
 }
 """Each subcommand with its one-line help. The command ``NAME`` is the function ``NAME`` of ``solver_plugins.cli.NAME``,

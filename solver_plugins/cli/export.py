@@ -20,7 +20,7 @@ def export(
     ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
 ) -> None:
-    """Writes a model in evaluation as a program, runs the program, and compares it with the model."""
+    """Exports a model as a program, runs it, and compares its outputs with those of the model."""
     model = load_model(folder, pretrained=True)
     name = folder.rstrip("/").rpartition("/")[2]
     place = output or Path(f"{name}-plain" if to == "plain" else f"{name}.{to}")

@@ -38,7 +38,7 @@ def finetune(
         list[str] | None,
         typer.Argument(
             metavar="[KEY=VALUE]...",
-            help="Changes of the config, such as optimizer.lr=1e-4.",
+            help="Changes to the config, such as optimizer.lr=1e-4.",
             autocompletion=_keys,
         ),
     ] = None,

@@ -29,7 +29,8 @@ def inspect(
         bool, typer.Option("--lipschitz/--no-lipschitz", help="Compute the certified constants.")
     ] = True,
     suggest: Annotated[
-        bool, typer.Option("--suggest", help="Say which layers are worth converting, their cost, and if they merge.")
+        bool,
+        typer.Option("--suggest", help="List layers worth converting, their cost, and whether they can be merged."),
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
     figure: Annotated[

@@ -22,7 +22,7 @@ _FILE = Annotated[Path, typer.Argument(help="The training script.", show_default
 def list_(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
 ) -> None:
-    """Lists every patch with the file that it is for."""
+    """Lists every patch and the script it is for."""
     patches = list_patches()
     if as_json:
         print(json.dumps([_plain(patch) for patch in patches], indent=2))
@@ -36,7 +36,7 @@ def list_(
 
 @app.command()
 def apply(file: _FILE) -> None:
-    """Inserts the patch that fits FILE; refuses a file that lacks the lines around it."""
+    """Inserts the patch that fits FILE, or says which lines FILE lacks."""
     done = apply_patch(file)
     known = f"version {done.version}" if done.version else "a version that the patch was not tried with; it compiles"
     print(f"Patched {file} ({known}): it now takes --solver-config FILE. Undo: solver-plugins patch revert {file}")
@@ -44,7 +44,7 @@ def apply(file: _FILE) -> None:
 
 @app.command()
 def revert(file: _FILE) -> None:
-    """Removes the patch from FILE: byte for byte what it was before."""
+    """Removes the patch from FILE and restores it exactly."""
     done = revert_patch(file)
     print(f"Reverted {file}: the lines of {done.patch.name} are gone.")
 

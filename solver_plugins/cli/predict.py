@@ -14,11 +14,11 @@ def predict(
     ],
     top: Annotated[
         int | None,
-        typer.Option("--top", min=1, help="How many classes to name; by default one, or all likely ones."),
+        typer.Option("--top", min=1, help="How many classes to print; by default one, or all likely ones."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
 ) -> None:
-    """Says which class, labels or numbers each image or text has, prepared as in the evaluation of the finetune."""
+    """Predicts the class, labels or numbers of images or texts, prepared as in its evaluation."""
     from solver_plugins.train.predict import predict as run
 
     found = run(folder, inputs, top=top)

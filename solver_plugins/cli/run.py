@@ -15,10 +15,10 @@ def run(
     script: Annotated[str, typer.Argument(help="The training script, such as timm's train.py.", show_default=False)],
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[ARGUMENTS]...", help="Its own arguments, and --solver-config FILE among them."),
+        typer.Argument(metavar="[ARGUMENTS]...", help="The arguments of the script, and --solver-config FILE."),
     ] = None,
     solver_config: Annotated[
-        str | None, typer.Option(_OPTION, help="A solver file: how the first model that the script makes is converted.")
+        str | None, typer.Option(_OPTION, help="A solver file: how to convert the first model that the script makes.")
     ] = None,
 ) -> None:
     """Runs SCRIPT unchanged. With --solver-config the first model it makes with timm or transformers is converted."""

@@ -18,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
-    help="Repeat an experiment of the papers: table, figure and metrics.json from one command.",
+    help="Repeat the experiments of the papers: table, figure and metrics.json from one command.",
 )
 
 
@@ -27,7 +27,7 @@ def list_(
     filter: Annotated[str | None, typer.Argument(help="A glob on the name, or a tag, such as dropblock.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, to standard output.")] = False,
 ) -> None:
-    """Lists every study with what it repeats."""
+    """Lists every study and what it repeats."""
     from solver_plugins.studies import list_studies, study_info
 
     names = list_studies(filter)
@@ -81,19 +81,19 @@ def run(
     ],
     changes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes of its settings, such as seeds=[0,1,2]."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to its settings, such as seeds=[0,1,2]."),
     ] = None,
     scale: Annotated[
         str, typer.Option(help="smoke (seconds), short (minutes on two cores), or paper (the paper's own sizes).")
     ] = "short",
     output: Annotated[
         Path | None,
-        typer.Option(help="The folder; a run in it goes on.", show_default="runs/studies/NAME-SCALE"),
+        typer.Option(help="The output folder; a run in it is continued.", show_default="runs/studies/NAME-SCALE"),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a run in the output folder.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the settings and the cells; run nothing.")] = False,
 ) -> None:
-    """Runs a study, or what is left of it; several processes (accelerate launch) share its cells."""
+    """Runs a study, or continues it. With accelerate launch several processes share the work."""
     from solver_plugins.studies import STUDIES, read_study_config, run_study
     from solver_plugins.train.launch import first_process
 

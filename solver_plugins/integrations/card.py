@@ -118,7 +118,7 @@ def _blocks(conversion: Conversion) -> list[str]:
 
 def _warning(kind: str) -> str:
     return (
-        f"`model.safetensors` holds the weights of the plain network, which is another function without its solvers. "
+        f"`model.safetensors` holds the weights of the plain network. Without its solvers it computes something else. "
         f"{_ALONE[kind]} For a network without solvers that computes the same, where there is one, save "
         "`solver_plugins.merge_model(model)`."
     )

@@ -1,7 +1,7 @@
 """PEFT: adapters are not merged into solvers.
 
-An adapter adds to what a block returns. Merging would move it into the weight that the solver iterates with, which is
-another function at more than one iteration. PEFT asks ``BaseTuner._check_merge_allowed`` before it merges.
+An adapter adds to what a block returns. Merging would move it into the weight that the solver iterates with, which
+changes the outputs at more than one iteration. PEFT asks ``BaseTuner._check_merge_allowed`` before it merges.
 """
 
 import functools

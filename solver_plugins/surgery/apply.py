@@ -157,8 +157,8 @@ def _written(model: nn.Module) -> dict[str, Any]:
 def revert_model(model: nn.Module, batch: Any = None) -> nn.Module:
     """Turns every solver block of a model into its plain layer again, with the weights as they are now.
 
-    The plain network is another function than the one that was trained: :func:`solver_plugins.merge_model` keeps the
-    function where blocks are affine in evaluation.
+    The outputs of the plain network differ from those of the trained one. :func:`solver_plugins.merge_model` keeps
+    the outputs, where blocks are affine in evaluation.
 
     Args:
         model: A converted model.
@@ -246,9 +246,9 @@ def _has_moved(block: SolverBlock) -> bool:
 def _warn_of_change(names: list[str], change: str | None) -> None:
     measured = f"; on this batch {change}" if change else ""
     warn(
-        f"The reverted network is another function than the one that was trained: {some(names)} were trained with a "
-        f"solver of more than one iteration{measured}. merge_model(model) keeps the function where blocks are affine "
-        "in evaluation; otherwise keep the converted model, or go on training the plain one.",
+        f"The outputs of the reverted network differ from those of the trained one: {some(names)} were trained with a "
+        f"solver of more than one iteration{measured}. merge_model(model) keeps the outputs where blocks are affine "
+        "in evaluation; otherwise keep the converted model, or continue to train the plain one.",
         SolverPluginsWarning,
     )
 

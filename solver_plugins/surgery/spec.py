@@ -39,23 +39,23 @@ class ConversionSpec(StrictConfig):
     iters: int = Field(
         SolverConfig.model_fields["iters"].default, ge=1, description="How many proximal steps each block takes."
     )
-    pattern: Names | None = Field(None, description="Patterns, 'strict' or 'all'; the solver's own by default.")
-    targets: _Layers | None = Field(None, description="Layers to convert: names or their ends, or one regex.")
+    pattern: Names | None = Field(None, description="Patterns, 'strict' or 'all'; by default those of the solver.")
+    targets: _Layers | None = Field(None, description="Layers to convert: names or their endings, or one regex.")
     exclude: _Layers | None = Field(None, description="Layers to leave alone, in the same forms.")
-    p: float | None = Field(None, description="A rate for sampling solvers, in place of the dropouts' own.")
+    p: float | None = Field(None, description="A rate for sampling solvers that replaces those of the dropouts.")
     nonprox: Literal["keep", "skip"] = Field(
         "keep", description="If an activation is not a proximal map: 'keep' it after the block, or 'skip' the block."
     )
-    last: bool | None = Field(None, description="Always, or never, convert the classifier.")
+    last: bool | None = Field(None, description="Whether to convert the classifier: always (true) or never (false).")
     blend: float = Field(1.0, description="0 is the original network, 1 the solver.")
     gate: Literal["channel", "scalar"] | None = Field(
-        None, description="A trained gate, closed at first: one per output 'channel', or one per block ('scalar')."
+        None, description="A trained gate that starts closed: one per output 'channel', or one per block ('scalar')."
     )
     calibrate: int | None = Field(
-        None, ge=1, description="How many batches to calibrate on: each block gets the scale that its layer had."
+        None, ge=1, description="How many batches to calibrate on: each block gets the scale of its plain layer."
     )
     args: dict[str, Any] = Field(
-        {}, description="Options of the solver itself, such as lam (in a config they may stand beside the others)."
+        {}, description="Options of the solver itself, such as lam; a config may list them above, too."
     )
 
     hints: ClassVar[Mapping[str, str]] = {

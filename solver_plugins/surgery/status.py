@@ -51,8 +51,8 @@ class BlockStatus:
         scale: Standard deviation of the block's output over that of the plain layers' output.
         verdict: "converged", "descends", "rises", "not finite", "one step", or "not called".
         effective_rate: The dropout rate with the same noise; see :func:`solver_plugins.effective_rate`.
-        of_evaluation: The constant of this pass over that of evaluation, for a block behind a norm. In training a
-            BatchNorm has the scales of the batch; far from one, the block is another function in evaluation.
+        of_evaluation: The constant of this pass over that of evaluation, for a block with a folded norm. In training
+            a BatchNorm has the scales of the batch; far from one, the block computes something else in evaluation.
     """
 
     name: str

@@ -31,7 +31,7 @@ class ModelSection(StrictConfig):
     spec: str = Field(description="'timm/NAME', 'hf/FOLDER', 'hf/ID', or the folder of a converted model.")
     pretrained: bool = Field(False, description="Whether to load the published weights.")
     weights: str | None = Field(None, description="A file with your own weights (.safetensors, or a torch state dict).")
-    in_order: bool = Field(False, description="Whether those weights have other names, but the same order and shapes.")
+    in_order: bool = Field(False, description="Whether these weights have other names, but the same order and shapes.")
     args: dict[str, Any] = Field({}, description="Arguments of timm.create_model, or settings of the HF config.")
     dtype: Literal["float32", "float64"] = Field("float32", description="The dtype of weights and inputs.")
     head_init: Literal["reset", "zero", "library"] = Field(
@@ -70,14 +70,14 @@ class ProxPropSection(StrictConfig):
 
 
 class HeadSection(HeadConfig):
-    """An equilibrium in place of the last layer: the arguments of ``attach_opteq_head``."""
+    """An equilibrium instead of the last layer: the arguments of ``attach_opteq_head``."""
 
     name: Literal["opteq"] = Field("opteq", description="The family of heads.")
     classifier: str | None = Field(None, description="Name of the last layer, if it is not found by itself.")
 
 
 class RegularizerSection(StrictConfig):
-    """Structured dropout before the last layer: its mean effect added to the loss, or sampled."""
+    """Structured dropout before the last layer: its mean effect as a term of the loss, or sampled."""
 
     name: Literal["dropblock"] = Field("dropblock", description="The family of regularisers.")
     scheme: str = Field("dropblock", description="'dropout', 'dropblock' (on a grid) or 'overlapping'.")
@@ -122,13 +122,15 @@ class DataSection(StrictConfig):
     label: Names | None = Field(
         None, description="The column of labels, by default 'label', 'labels' or 'fine_label'; or several columns."
     )
-    separator: str | None = Field(None, description="What separates the labels in a text that names several.")
-    problem_type: ProblemType | None = Field(None, description="What is predicted; told by the labels by default.")
+    separator: str | None = Field(None, description="What separates several labels in one text.")
+    problem_type: ProblemType | None = Field(
+        None, description="What is predicted; by default inferred from the labels."
+    )
     image_size: int | None = Field(None, ge=1, description="Side of the images; the model's own by default.")
-    max_length: int = Field(128, ge=1, description="Texts are cut off after this many tokens.")
+    max_length: int = Field(128, ge=1, description="Texts are cut after this many tokens.")
     mean: list[float] | None = Field(None, description="Per channel; the model's own by default.")
     std: list[float] | None = Field(None, description="Per channel; the model's own by default.")
-    workers: int = Field(0, ge=0, description="Processes that read data, beside each training process.")
+    workers: int = Field(0, ge=0, description="Extra processes that read data, for each training process.")
     check: bool = Field(True, description="Whether image files are checked for damage before training.")
 
     @property
@@ -167,9 +169,11 @@ class OptimizerSection(StrictConfig):
         None, gt=0, le=1, description="Factor on the learning rate from each layer to the one below."
     )
     gate_rate: float = Field(
-        10.0, gt=0, description="Learning rate of gates (solver.gate) over that of weights; they are never decayed."
+        10.0,
+        gt=0,
+        description="Learning rate of gates (solver.gate) relative to that of weights; gates have no weight decay.",
     )
-    clip: float | None = Field(None, gt=0, description="Clips the norm of all gradients together to this.")
+    clip: float | None = Field(None, gt=0, description="Clips the norm of all gradients together.")
     args: dict[str, Any] = Field({}, description="Further arguments of the optimiser, such as betas.")
 
     hints: ClassVar[Mapping[str, str]] = {"options": "The optimiser's own options are under 'args'."}
@@ -181,8 +185,10 @@ class ScheduleSection(StrictConfig):
     sched: Literal["cosine", "tanh", "step", "multistep", "poly"] = Field(
         "cosine", description="The name of the schedule in timm."
     )
-    warmup_epochs: int = Field(0, ge=0, description="Epochs in which the rate rises to the learning rate.")
-    warmup_lr: float = Field(1e-5, ge=0, description="The rate at their start.")
+    warmup_epochs: int = Field(
+        0, ge=0, description="Epochs of the warmup, in which the rate rises to the learning rate."
+    )
+    warmup_lr: float = Field(1e-5, ge=0, description="The learning rate at the start of the warmup.")
     min_lr: float = Field(0.0, ge=0, description="The rate at the end of the schedule.")
     decay_epochs: int = Field(30, ge=1, description="Epochs between two steps of 'step'.")
     decay_milestones: list[int] = Field([30, 60], description="Epochs of the steps of 'multistep'.")
@@ -203,43 +209,46 @@ class FinetuneConfig(StrictConfig):
     head: HeadSection | None = Field(None, description="null for the model's own.")
     regularizer: RegularizerSection | None = Field(None, description="null for none.")
     peft: PeftSection | None = Field(None, description="null trains the weights themselves.")
-    baseline: bool = Field(True, description="Whether the plain model is trained, too, as a comparison.")
+    baseline: bool = Field(True, description="Whether to train the plain model, too, as a comparison.")
     data: DataSection = DataSection()
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection | None = Field(ScheduleSection(), description="null for a constant learning rate.")
     augmentation: AugmentationSection | None = Field(None, description="null for none.")
     mixup: MixupSection | None = Field(None, description="null for none.")
     ema: EmaSection | None = Field(None, description="null for none.")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share of each label that goes to all classes.")
+    label_smoothing: float = Field(0.0, ge=0, lt=1, description="Share of each label that is spread over all classes.")
     epochs: int = Field(10, ge=1, description="Passes over the training split.")
     batch_size: int = Field(
         64, ge=1, description="Examples of one optimiser step: over all processes and accumulated passes."
     )
-    accumulation: int = Field(1, ge=1, description="Passes whose gradients are added up for one step.")
+    accumulation: int = Field(1, ge=1, description="Passes whose gradients are summed for one step.")
     precision: Literal["no", "bf16", "fp16"] = Field("no", description="Mixed precision of Accelerate.")
     seed: int = Field(0, ge=0, le=_LARGEST_SEED, description="The seed of weights, order, augmentation and solvers.")
     seeds: list[Annotated[int, Field(ge=0, le=_LARGEST_SEED)]] | None = Field(
-        None, description="Several seeds, each a run of its own: mean, spread and paired differences in one report."
+        None, description="Several seeds, one run each: mean, spread and paired differences in one report."
     )
-    trials: int = Field(1, ge=1, description="How often a model that samples in evaluation is evaluated at the end.")
+    trials: int = Field(1, ge=1, description="How often to evaluate a sampling model at the end.")
     refresh: Literal["epoch"] | int = Field(
         "epoch", description="When step sizes are certified: 'epoch', or a number of steps."
     )
     checkpoints: CheckpointSection = CheckpointSection()
     best: BestSection | None = Field(None, description="null exports the weights of the last epoch.")
-    train: Names | None = Field(None, description="Layers to train, named as targets are; all others stay as they are.")
-    freeze: Names | None = Field(None, description="Layers to leave as they are.")
+    train: Names | None = Field(None, description="Layers to train, named like targets; all others stay fixed.")
+    freeze: Names | None = Field(None, description="Layers to keep fixed.")
     unfreeze: dict[int, Names] | None = Field(
-        None, description="Layers that are trained from an epoch on, such as {3: [layer4], 5: .*}."
+        None, description="Layers that are trained from the given epoch on, such as {3: [layer4], 5: .*}."
     )
     class_weights: Literal["balanced"] | list[float] | None = Field(
-        None, description="Weights of the classes in the training loss; 'balanced' for the inverse of their share."
+        None,
+        description="Class weights in the training loss; 'balanced' weighs each class by the inverse of its frequency.",
     )
-    gradient_checkpointing: bool = Field(False, description="Recompute activations in the backward pass: less memory.")
-    channels_last: bool = Field(False, description="Store images with their channels last: faster convolutions.")
+    gradient_checkpointing: bool = Field(
+        False, description="Recompute activations in the backward pass, to save memory."
+    )
+    channels_last: bool = Field(False, description="Store images with channels last, for faster convolutions.")
     compile: bool = Field(False, description="Compile the model with torch.compile.")
     trackers: list[str] = Field(
-        [], description="Where Accelerate logs to, besides metrics.jsonl: tensorboard, wandb, mlflow, aim, ..."
+        [], description="Trackers of Accelerate, in addition to metrics.jsonl: tensorboard, wandb, mlflow, aim, ..."
     )
     output: str = Field(description="The folder of the run.")
 

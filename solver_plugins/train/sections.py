@@ -18,8 +18,8 @@ class AugmentationSection(StrictConfig):
     scale: list[float] | None = Field(None, description="Range of the area of random crops, such as [0.08, 1.0].")
     ratio: list[float] | None = Field(None, description="Range of the aspect ratio of random crops.")
     hflip: float = Field(0.5, ge=0, le=1, description="How often images are mirrored.")
-    vflip: float = Field(0.0, ge=0, le=1, description="How often images are turned upside down.")
-    color_jitter: float = Field(0.0, ge=0, description="Strength of changes of colour.")
+    vflip: float = Field(0.0, ge=0, le=1, description="How often images are flipped upside down.")
+    color_jitter: float = Field(0.0, ge=0, description="Strength of colour changes.")
     auto_augment: str | None = Field(None, description="A policy of timm, such as 'rand-m9-mstd0.5'.")
     re_prob: float = Field(0.0, ge=0, le=1, description="How often a part of the image is erased.")
 
@@ -38,7 +38,7 @@ class MixupSection(StrictConfig):
     mixup: float = Field(0.8, ge=0, description="Alpha of mixup; 0 for none.")
     cutmix: float = Field(0.0, ge=0, description="Alpha of CutMix; 0 for none.")
     prob: float = Field(1.0, ge=0, le=1, description="How often a batch is mixed.")
-    switch_prob: float = Field(0.5, ge=0, le=1, description="How often CutMix is chosen where both are on.")
+    switch_prob: float = Field(0.5, ge=0, le=1, description="How often CutMix is chosen if both are on.")
 
     @pydantic.model_validator(mode="after")
     def _something(self) -> Self:
@@ -48,7 +48,7 @@ class MixupSection(StrictConfig):
 
 
 class EmaSection(StrictConfig):
-    """An average of the weights (timm's ``ModelEmaV3``), which is what is evaluated and exported."""
+    """An average of the weights (timm's ``ModelEmaV3``), which is then evaluated and exported."""
 
     decay: float = Field(0.999, gt=0, lt=1, description="How slowly the average moves.")
     warmup: bool = Field(True, description="Whether the average moves faster at the beginning.")
@@ -58,35 +58,36 @@ class CheckpointSection(StrictConfig):
     """When the state of the run is saved."""
 
     every: Literal["epoch"] | int = Field("epoch", description="'epoch', or a number of steps.")
-    keep: int = Field(2, ge=1, description="How many of the last checkpoints are kept.")
+    keep: int = Field(2, ge=1, description="How many checkpoints are kept.")
 
 
 class BestSection(StrictConfig):
-    """Which epoch's weights are kept: those that are best on the evaluated split, which then flatters them a little."""
+    """Exports the epoch that is best on the evaluated split; its score there is slightly optimistic."""
 
     metric: Metric | None = Field(
         None, description="What is compared: 'loss' or a measure; accuracy, map or rmse by default."
     )
-    patience: int | None = Field(None, ge=1, description="Stop after this many epochs without a better one.")
+    patience: int | None = Field(None, ge=1, description="Stop after this many epochs without improvement.")
 
 
 class PeftSection(StrictConfig):
-    """Adapters of PEFT in place of trained weights: the options of the method's config in PEFT."""
+    """Adapters of PEFT instead of trained weights: the options of the method's config in PEFT."""
 
     name: Literal["lora", "loha", "lokr", "ia3"] = Field("lora", description="A method of PEFT.")
     target_modules: str | list[str] | None = Field(
         None,
-        description="Layers with adapters: ends of names, one regex, or 'all-linear'; PEFT knows some models' own.",
+        description="Layers with adapters: endings of names, one regex, or 'all-linear'; PEFT has defaults for many.",
     )
     exclude_modules: str | list[str] | None = Field(None, description="Layers without adapters, in the same forms.")
     modules_to_save: list[str] | None = Field(
         None, description="Modules that are trained as a whole; the classifier by default."
     )
     merge: bool = Field(
-        True, description="Whether the exported model has them in its weights; false exports base and adapter apart."
+        True, description="Whether to merge them into the exported weights; false exports base and adapter separately."
     )
     args: dict[str, Any] = Field(
-        {}, description="Other options of the method, such as r or lora_alpha; they may also stand beside the others."
+        {},
+        description="Other options of the method, such as r or lora_alpha; a config may list them above, too.",
     )
 
     @pydantic.model_validator(mode="before")

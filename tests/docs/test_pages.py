@@ -30,7 +30,9 @@ def is_one_thing(text: str) -> bool:
 
 
 PRIVATE = re.compile(
-    r"\brooms?\b|\barms?\b|\bstash(es)?\b|\bso many\b|\bis no proximal|proximal maps? of nothing|who pays for",
+    r"\brooms?\b|\barms?\b|\boutlets?\b|\bstash(es)?\b|\bso many\b|\bis no proximal|proximal maps? of nothing"
+    r"|who pays for|keep such an? |written, not run|as it is meant|goes by its name|stays? live"
+    r"|is another function|without a word",
     re.IGNORECASE,
 )
 """Words of the people who build this package, and phrases that no one else says."""

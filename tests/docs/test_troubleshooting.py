@@ -79,7 +79,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "The converted layer": replaced,
     "Expected finite weights": not_finite,
     "Expected blocks that are affine": lambda: sp.merge_model(solvers().eval()),
-    "The reverted network": reverted,
+    "The outputs of the reverted network": reverted,
     "A solver block chooses": lambda: torch.jit.script(solvers()),
     "holds neither": lambda: sp.load(str(Path(__file__).parent)),
     "Unknown solver": lambda: sp.convert_model(model(), "fsta"),

@@ -118,7 +118,7 @@ def _base_weights(model):
 
 @pytest.mark.parametrize("merge", ["merge_and_unload", "merge_adapter"])
 def test_an_adapter_is_not_merged_into_a_solver(merge):
-    """Merging moves it inside of the solver, which is another function than adding to its result."""
+    """Merging moves it inside of the solver, which gives other outputs than adding to its result."""
     base, inputs = build("bert")
     model = with_lora(convert_model(base, "fista", iters=3, pattern="all"), ["dense"]).eval()
     before = output(model, inputs)

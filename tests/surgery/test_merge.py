@@ -263,7 +263,7 @@ def test_a_block_by_itself():
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_under_adapters():
-    """PEFT merges an adapter into a plain layer, not into a solver: that would be another function."""
+    """PEFT merges an adapter into a plain layer, not into a solver: that would change the outputs."""
     base, inputs = build("bert")
     model = with_lora(convert_model(base, "proxgd", 4, pattern="all"), ["query", "output.dense"]).eval()
     # The pooler has a prior, and no adapter.
