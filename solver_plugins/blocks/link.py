@@ -171,12 +171,11 @@ class Carry(TorchFunctionMode):
     """Carries marks through sums, and breaks them at operations that change what a layer has computed."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         result = func(*args, **kwargs)
         marks = _marks_among((*args, *kwargs.values()))
-        if not marks or getattr(func, "__name__", "") in LINEAR:
+        if not marks or name in LINEAR:
             return result
-        name = getattr(func, "__name__", "")
         kept = _keeps_numbers(name, args, kwargs) and result.shape == args[0].shape
         if kept:
             # Of other tensors (x.type_as(y)) only the dtype and the shape are looked at.

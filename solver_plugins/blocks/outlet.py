@@ -96,7 +96,7 @@ class Outlet(Shell):
         compiling, after_sum = torch.compiler.is_compiling(), self.role == "activation"
         if compiling and after_sum:
             if not carried():
-                raise SolverPluginsError(_without_its_layer(self.links[0]))
+                self._refuse_compiled()
             return None
         for link in self.links:
             if not compiling and block_at(link) is None:
@@ -114,6 +114,11 @@ class Outlet(Shell):
             if found is not None:
                 return found
         return None
+
+    @torch.compiler.assume_constant_result
+    def _refuse_compiled(self) -> bool:
+        """Raises while a compiler traces, which must not leave this to eager code: that knows as little here."""
+        raise SolverPluginsError(_without_its_layer(self.links[0]))
 
     def extra_repr(self) -> str:
         """Returns the module's own line, and whose solver runs here."""
@@ -350,6 +355,9 @@ def hand_over(tensor: Tensor, handed: Handed, before: Handed | None = None) -> T
                 arrived(before)
             calls = here.waiting.setdefault(link, [])
             calls.append((handed, tensor.grad_fn or (tensor if handed.segments else None)))
+    elif link.carries() and not carried():
+        # Where the compiler may break its graph, it leaves this call to eager code, which waits for the arrival.
+        raise SolverPluginsError(_without_its_layer(link))
     return put(tensor, handed)
 
 

@@ -10,6 +10,7 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from solver_plugins import SolverBlock, convert_model
 from tests.blocks.linked import Net, assert_same, block, converted, inputs, results, twins
@@ -139,6 +140,40 @@ def test_compiled_without_the_first_activation():
         made.flag = flag
         expected = block(plain, made, "b", x, lambda y: y + x) if flag else reference(plain, made)(x)
         assert_same(compiled(x), expected)
+
+
+# Where it breaks its graph, the compiler looks at gradients of tensors that have none.
+BREAKS = pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+
+
+@BREAKS
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_a_compiled_part_of_a_model(fullgraph):
+    """Without the module that holds both ends nothing carries the mark, and a compiler sees no graph of gradients."""
+    torch.compiler.reset()
+    _, made, x = twins(residual, "linear")
+
+    def part(x):
+        return made.activate("a", made.branch("a", x) + x)
+
+    with pytest.raises(Exception, match="The solver of 'a' runs behind a skip connection"):
+        torch.compile(part, backend="eager", fullgraph=fullgraph)(x)
+
+
+@BREAKS
+def test_a_compiled_model_whose_parts_are_checkpointed():
+    """The compiler leaves what it cannot follow to eager code, and the solvers run all the same."""
+    torch.compiler.reset()
+
+    def recomputed(net, x):
+        for name in "ab":
+            x = checkpoint(lambda x, name=name: net.activate(name, net.branch(name, x) + x), x, use_reentrant=False)
+        return x
+
+    plain, made, x = twins(residual, "linear")
+    expected = results(reference(plain, made), plain, x)
+    made.body = recomputed
+    assert_same(results(torch.compile(made, backend="eager"), made, x), expected)
 
 
 def test_a_compiled_model_misses_its_layers():
