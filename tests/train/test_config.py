@@ -2,7 +2,7 @@
 
 import pytest
 
-from solver_plugins.errors import OptionError
+from solver_plugins.errors import OptionError, UnknownNameError
 from solver_plugins.train import FinetuneConfig, read_config
 from tests.train.runs import options, tiny
 
@@ -81,6 +81,12 @@ def test_mistakes(tmp_path, changes, message):
     with pytest.raises(OptionError) as error:
         read_config(written(tmp_path), changes)
     assert message in str(error.value)
+
+
+def test_a_solver_that_does_not_exist(tmp_path):
+    """It is told when the file is read, before data are loaded and a model is built."""
+    with pytest.raises(UnknownNameError, match="Unknown solver 'proxdg'. Did you mean 'proxsg'"):
+        read_config(written(tmp_path), ["solver.name=proxdg"])
 
 
 @pytest.mark.parametrize(
