@@ -85,7 +85,7 @@ def test_mistakes(tmp_path, changes, message):
 
 def test_a_solver_that_does_not_exist(tmp_path):
     """It is told when the file is read, before data are loaded and a model is built."""
-    with pytest.raises(UnknownNameError, match="Unknown solver 'proxdg'. Did you mean 'proxsg'"):
+    with pytest.raises(UnknownNameError, match=r"Unknown solver 'proxdg'\. Did you mean 'proxsg'"):
         read_config(written(tmp_path), ["solver.name=proxdg"])
 
 
