@@ -193,7 +193,7 @@ class DeepLayersTable(SearchedStudy[C]):
             "accuracy": found.accuracy,
             "loss": found.loss,
             "ece": found.ece,
-            "trial_spread": found.accuracy_std if found.trials > 1 else None,
+            "trial_spread": found.spread if found.trials > 1 else None,
             "deterministic_accuracy": self._scores(_sampling_off(model), parts["test"]).accuracy if sampling else None,
         }
 

@@ -47,11 +47,6 @@ class Scores:
         return value
 
     @property
-    def accuracy_std(self) -> float:
-        """Its standard deviation over the trials."""
-        return self.spread
-
-    @property
     def ece(self) -> float:
         """The expected calibration error of a classifier, in percent."""
         value = self.measures["ece"]

@@ -209,7 +209,7 @@ def test_evaluation_leaves_mode_and_random_numbers_alone(tmp_path):
     finally:
         end_processes(accelerator)
     assert model.training and torch.equal(torch.get_rng_state(), before)
-    assert found.count == 37 and found.trials == 1 and found.accuracy_std == 0
+    assert found.count == 37 and found.trials == 1 and found.spread == 0
     assert found.accuracy == pytest.approx(accuracy_of(model, config))
 
 
