@@ -32,6 +32,7 @@ from solver_plugins.solve import (
     Constants,
     Diagnostics,
     OutputKind,
+    Path,
     Solver,
     check_combination,
     check_rank,
@@ -205,8 +206,8 @@ class SolverBlock(Gated):
         problem.known, problem.result = True, argument.dtype
         return solve_block(problem, self.solver, constants, self._scale(), training=self.training)[0]
 
-    def _constants(self, constant: Tensor, gram: Tensor | None) -> Constants:
-        return Constants(constant, gram, self.collapsed, self.residual if self.solver.implicit else None)
+    def _constants(self, constant: Tensor, gram: Tensor | None, path: Path | None = None) -> Constants:
+        return Constants(constant, gram, self.collapsed, self.residual if self.solver.implicit else None, path)
 
     def diagnose(self, input: Tensor, generator: torch.Generator | None = None) -> Diagnostics:
         """Runs the block on ``input`` in its present mode and returns objective and residual per iteration.
@@ -244,10 +245,12 @@ class SolverBlock(Gated):
         operator = operator_from_kernel(kernel, self.geometry, input.shape)
         # In training one Gram matrix serves the step size and the solve.
         scale = self._scale()
-        fresh = fresh_gram(self.solver, self.prior, operator, input.shape, scale) if self.training else None
+        path, fresh = None, None
+        if self.training:
+            path, fresh = fresh_gram(self.solver, self.prior, operator, input.shape, scale)
         # First: it may find that the weights have moved, and drop the Gram matrix.
         constant = self._current_L(kernel, fresh) if self.solver.needs_constant else self.L
-        constants, plain = self._constants(constant, fresh if self.training else self.gram), super().forward
+        constants, plain = self._constants(constant, fresh if self.training else self.gram, path), super().forward
         problem = pose_problem(
             self.solver, self.prior, operator, input, constants, lambda: plain(input), bias=self.bias
         )

@@ -101,6 +101,10 @@ class LayerSolve:
     diagnose: bool = False
 
 
+_FIELDS = tuple(one.name for one in fields(LayerSolve))
+"""Read once: a compiler cannot ask a class for its fields."""
+
+
 def solve_layer(
     input: Tensor,
     kernel: Tensor,
@@ -129,7 +133,7 @@ def solve_layer(
     Returns:
         The layer's output after the solve, and the diagnostics if asked for.
     """
-    how = LayerSolve(**{one.name: options.pop(one.name) for one in fields(LayerSolve) if one.name in options})
+    how = LayerSolve(**{name: options.pop(name) for name in _FIELDS if name in options})
     made, prior = make_solver(solver, iters, options), prox_for(activation)
     operator = operator_from_kernel(kernel, geometry, input.shape, diagonal=how.diagonal)
     check_combination(made, prior, output, operator.out_features, operator.in_features, geometry)

@@ -120,6 +120,8 @@ class TrackedStep(Refusing):
         still = _within_rounding(change)
         if at_hand and still:
             return self.L.clone()
+        if at_hand and not self.training:
+            self._drop_gram()
         constant, vectors = self._estimate(kernel, image, self._reference(), gram)
         moved = ~still & torch.isfinite(constant)
         constant = torch.where(moved, constant, self.L)

@@ -19,6 +19,7 @@ from solver_plugins.solve.conjugate import conjugate_gradients
 from solver_plugins.solve.fista import FISTA
 from solver_plugins.solve.implicit import refuse_second_derivative, solve_implicit, with_adjoint
 from solver_plugins.solve.ms2gd import MS2GD
+from solver_plugins.solve.paths import Path
 from solver_plugins.solve.problem import BlockProblem, GateKind, Observer, Scale, working_dtype
 from solver_plugins.solve.proxgd import ProxGD
 from solver_plugins.solve.proxsg import ProxSG
@@ -47,6 +48,7 @@ __all__ = [
     "Momentum",
     "Observer",
     "OutputKind",
+    "Path",
     "ProxGD",
     "ProxSG",
     "RateConfig",

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from solver_plugins.solve.base import Draws, SamplingSolver, Solver
 from solver_plugins.solve.collapse import Affine, Collapsed, applied, collapse, collapse_output, multiplied, scaled
 from solver_plugins.solve.implicit import solve_implicit
 from solver_plugins.solve.layout import is_matrix, symmetric_product
-from solver_plugins.solve.paths import path_for
+from solver_plugins.solve.paths import Path, path_for, solve_size
 from solver_plugins.solve.problem import BlockProblem, Scale, working_dtype
 from solver_plugins.solve.run import Diagnostics, Solution, runs_in_kernel, solve, solve_in_kernel
 from solver_plugins.solve.steps import times
@@ -29,12 +30,14 @@ class Constants:
         gram: ``A A^T``, where it is known already: kept in evaluation, or computed in this forward pass.
         collapsed: Where the block keeps a collapsed solve in evaluation.
         residual: A 0-d buffer that receives the residual of an implicit solve.
+        path: The path, where it is chosen already.
     """
 
     L: Tensor
     gram: Tensor | None = None
     collapsed: Collapsed | None = None
     residual: Tensor | None = None
+    path: Path | None = None
 
 
 def pose_problem(
@@ -98,11 +101,11 @@ def pose_problem(
 
 
 def fresh_gram(
-    solver: Solver, prior: Prior, operator: LinearOperator, shape: torch.Size, scale: Scale | None = None
-) -> Tensor | None:
-    """Returns ``A A^T``, recorded nowhere, if a solve in training will multiply by it; None if not.
+    solver: Solver, prior: Prior, operator: LinearOperator, shape: torch.Size, scale: Scale
+) -> tuple[Path | None, Tensor | None]:
+    """Returns the path of a solve in training, and ``A A^T``, recorded nowhere, if the solve will multiply by it.
 
-    The step size can use it, too. Gradients of the weight do not come through it.
+    The step size can use the matrix, too. Gradients of the weight do not come through it. None where it is not known.
 
     Args:
         solver: The solver.
@@ -112,17 +115,15 @@ def fresh_gram(
         scale: That of the block.
     """
     if solver.recursion is None or prior.learnable or prior.opaque or not isinstance(operator, LinearMap):
-        return None
-    weight = operator.weight
-    if operator.diagonal is not None or product_dtype(weight) != working_dtype(weight.dtype):
-        return None
-    sampling = solver.samples != "nothing"
-    gate = None if scale is None else scale.gate_kind
-    path = path_for(solver, operator, math.prod(shape[:-1]), sampling=sampling, prior=prior, gate=gate)
-    if path != "gram" and (path != "collapsed" or weight.shape[0] > weight.shape[1]):
-        return None
+        return None, None
+    weight, sampling = operator.weight, solver.samples != "nothing"
+    batch, gate = math.prod(shape[:-1]), scale.gate_kind
+    path = path_for(solver, solve_size(solver, operator, batch, sampling=sampling, prior=prior, gate=gate))
+    small = path == "gram" or (path == "collapsed" and weight.shape[0] <= weight.shape[1])
+    if not small or operator.diagonal is not None or product_dtype(weight) != working_dtype(weight.dtype):
+        return path, None
     with torch.no_grad():
-        return symmetric_product(weight.detach())
+        return path, symmetric_product(weight.detach())
 
 
 def affine_map(
@@ -203,90 +204,67 @@ def solve_block(
     """
     scale, operator, prior = Scale() if scale is None else scale, problem.operator, problem.prior
     sampling = solver.samples != "nothing" and (training or solver.samples_in_evaluation)
-    if isinstance(solver, SamplingSolver) and solver.recursion is not None and not diagnose:
-        sampling = sampling and solver.thins(operator)
-    draws = Draws(generator) if sampling else None
+    if sampling and isinstance(solver, SamplingSolver) and solver.recursion is not None and not diagnose:
+        sampling = solver.thins(operator)
     if scale.gate is not None:
         problem = replace(problem, gate=scale.gate.to(problem.dtype))
     tensors = (operator.weight, operator.diagonal, problem.bias, scale.gate)
     recorded = torch.is_grad_enabled() and any(one is not None and one.requires_grad for one in tensors)
     # In training a Gram matrix is that of this very pass.
     gram = None if not training and recorded else constants.gram
-    keeper = None if training or recorded else constants.collapsed
-    batch = math.prod(problem.input.shape[: -len(operator.problem_dims)])
-    path = (
-        "loop"
-        if diagnose
-        else path_for(
-            solver,
-            operator,
-            batch,
-            sampling=draws is not None,
-            prior=prior,
-            gram_is_known=gram is not None and not training,
-            known=problem.known,
-            # With gradients, too, so that evaluation computes the same numbers.
-            kept=not training and constants.collapsed is not None,
-            gate=scale.gate_kind,
+    path: Path | None = "loop" if diagnose else constants.path
+    if path is None:
+        batch = math.prod(problem.input.shape[: -len(operator.problem_dims)])
+        size = solve_size(
+            solver, operator, batch, sampling=sampling, prior=prior, known=problem.known, gate=scale.gate_kind
         )
-    )
+        # With gradients, too, so that evaluation computes the same numbers.
+        kept = not training and constants.collapsed is not None
+        path = path_for(solver, size, gram_is_known=gram is not None and not training, kept=kept)
+    dtype = problem.result or problem.dtype
     if path == "collapsed":
-        return _collapsed(problem, solver, scale, keeper, gram).to(problem.result or problem.dtype), None
-    solution = _solved(problem, solver, path, draws, gram, constants.residual, scale.blend is not None, diagnose)
+        keeper = None if training or recorded else constants.collapsed
+        return _collapsed(problem, solver, scale, keeper, gram).to(dtype), None
+
+    def run(keep_first: bool) -> Solution:
+        draws = Draws(generator) if sampling else None
+        if path != "loop" and runs_in_kernel(solver, problem, draws):
+            return solve_in_kernel(solver, problem, path, draws, gram, keep_first)
+        made = problem
+        if path == "gram" and isinstance(operator, LinearMap):
+            live = torch.is_grad_enabled() and operator.weight.requires_grad
+            made = replace(problem, gram=problem.make_gram(None if live else gram))
+        return solve(solver, made, draws=draws, diagnose=diagnose, keep_first=keep_first)
+
+    keep_first = scale.blend is not None
+    if solver.implicit:
+        solution = solve_implicit(solver, problem, run=run, residual=constants.residual, keep_first=keep_first)
+    else:
+        solution = run(keep_first)
     scale = scale.observed(lambda: solution.argument, operator.feature_dim)
     if scale.is_one:
         result = solution.argument if output == "argument" else solution.value
     else:
         result = scale.of(solution.argument, solution.first, operator.per_feature)
         result = result if output == "argument" else prior.prox(result, 1.0)
-    return result.to(problem.result or problem.dtype), solution.diagnostics
-
-
-def _solved(
-    problem: BlockProblem,
-    solver: Solver,
-    path: str,
-    draws: Draws | None,
-    gram: Tensor | None,
-    residual: Tensor | None,
-    keep_first: bool,
-    diagnose: bool,
-) -> Solution:
-    def run(keep_first: bool) -> Solution:
-        if path != "loop" and runs_in_kernel(solver, problem, draws):
-            return solve_in_kernel(solver, problem, path, draws, gram=gram, keep_first=keep_first)
-        made = problem
-        if path == "gram" and isinstance(problem.operator, LinearMap):
-            live = torch.is_grad_enabled() and problem.operator.weight.requires_grad
-            made = replace(problem, gram=problem.make_gram(None if live else gram))
-        return solve(solver, made, draws=draws, diagnose=diagnose, keep_first=keep_first)
-
-    if solver.implicit:
-        return solve_implicit(solver, problem, run=run, residual=residual, keep_first=keep_first)
-    return run(keep_first)
+    return result.to(dtype), solution.diagnostics
 
 
 def _collapsed(
     problem: BlockProblem, solver: Solver, scale: Scale, keeper: Collapsed | None, gram: Tensor | None
 ) -> Tensor:
     """Returns the scaled argument of a solve without a prior, which is also its value."""
-    operator, observed = problem.operator, scale.observer is not None
-
-    def whole() -> tuple[Tensor]:
-        return (collapse_output(solver, problem, gram),)
-
-    def form() -> tuple[Affine]:
-        return (_scaled_map(problem, solver, Scale() if observed else scale, gram),)
-
+    operator, whole = problem.operator, scale.observer is None and not problem.known
     if problem.known:
-        last = multiplied(
-            problem, (whole() if keeper is None else keeper.get(problem, Scale(gate=scale.gate), whole))[0]
-        )
+        form: Any = lambda: (collapse_output(solver, problem, gram),)  # noqa: E731
     else:
-        last = applied(
-            operator, problem.input, (form() if keeper is None or observed else keeper.get(problem, scale, form))[0]
-        )
-    if not (problem.known or observed):
+        form = lambda: (_scaled_map(problem, solver, scale if whole else Scale(), gram),)  # noqa: E731
+    if keeper is None or not (whole or problem.known):
+        made = form()
+    else:
+        made = keeper.get(problem, scale if whole else Scale(gate=scale.gate), form)
+    last = multiplied(problem, made[0]) if problem.known else applied(operator, problem.input, made[0])
+    if whole:
         return last
     scale = scale.observed(lambda: last, operator.feature_dim)
     return scale.of(last, None if scale.blend is None else problem.first(problem.step), operator.per_feature)

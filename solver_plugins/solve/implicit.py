@@ -31,7 +31,7 @@ from solver_plugins.errors import DoubleBackwardError, NotConvergedWarning, warn
 from solver_plugins.operators import autocast_off
 from solver_plugins.solve.base import Solver, State
 from solver_plugins.solve.conjugate import conjugate_gradients
-from solver_plugins.solve.paths import path_for
+from solver_plugins.solve.paths import path_for, solve_size
 from solver_plugins.solve.problem import BlockProblem
 from solver_plugins.solve.run import Solution
 
@@ -40,7 +40,7 @@ Run = Callable[[bool], Solution]
 
 @dataclass(frozen=True)
 class AdjointSystem:
-    """The system at one fixed point; it holds what it needs and no live Parameter.
+    """``y = w + J M y`` at one fixed point; it holds what it needs and no live Parameter.
 
     Attributes:
         problem: The problem, detached.
@@ -68,24 +68,18 @@ class AdjointSystem:
         return moved if self.problem.gate is None else moved * self.problem.gate
 
     def solve(self, w: Tensor, iterations: int) -> Tensor:
-        """Solves ``y = w + J M y`` as well as ``iterations`` steps can."""
+        """Returns ``y`` as well as ``iterations`` steps can, every sample by itself."""
+        dims, diagonal = self.problem.operator.problem_dims, self.diagonal
         # Gradients may be of any size, and their squares must not underflow.
-        scale = w.abs().amax(self.problem.operator.problem_dims, keepdim=True)
+        scale = w.abs().amax(dims, keepdim=True)
         scale = torch.where(scale > 0, scale, 1.0)
-        method = self.fixed_point if self.diagonal is None else self.conjugate_gradients
-        return method(w / scale, iterations) * scale
-
-    def conjugate_gradients(self, w: Tensor, iterations: int) -> Tensor:
-        """Solves the symmetric form per sample, from zero; a sample that is done no longer moves."""
-        assert self.diagonal is not None
-        root = self.diagonal.sqrt()
-        z, _, _ = conjugate_gradients(
-            lambda direction: direction - root * self.smooth(root * direction),
-            root * self.smooth(w),
-            self.problem.operator.problem_dims,
-            iterations,
-        )
-        return w + root * z
+        w = w / scale
+        if diagonal is None:
+            return self.fixed_point(w, iterations) * scale
+        root = diagonal.sqrt()
+        right = root * self.smooth(w)
+        z = conjugate_gradients(lambda at: at - root * self.smooth(root * at), right, dims, iterations)[0]
+        return (w + root * z) * scale
 
     def fixed_point(self, w: Tensor, iterations: int) -> Tensor:
         """Takes ``y <- w + J M y`` that many times: the gradient of ``iterations + 1`` unrolled iterations at ``v``."""
@@ -112,13 +106,10 @@ def with_adjoint(image: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def refuse_second_derivative() -> None:
-    """Raises where the backward pass that calls it is recorded.
+    """Raises DoubleBackwardError where the backward pass that calls it is recorded.
 
     ``@once_differentiable`` alone lets a second derivative pass, silently without this term, where the incoming
     gradient is a constant (``loss = out.sum() + ...``).
-
-    Raises:
-        DoubleBackwardError: If gradients are recorded.
     """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise DoubleBackwardError(
@@ -128,10 +119,7 @@ def refuse_second_derivative() -> None:
 
 
 class _AdjointSolve(torch.autograd.Function):
-    """The identity, with a linear solve as its backward.
-
-    Differentiating that once more would be wrong, so it is refused.
-    """
+    """The identity, with a linear solve as its backward."""
 
     @staticmethod
     def forward(v: Tensor, adjoint: Callable[[Tensor], Tensor]) -> Tensor:
@@ -153,12 +141,7 @@ class _AdjointSolve(torch.autograd.Function):
 
 
 def solve_implicit(
-    solver: Solver,
-    problem: BlockProblem,
-    *,
-    run: Run,
-    residual: Tensor | None = None,
-    keep_first: bool = False,
+    solver: Solver, problem: BlockProblem, *, run: Run, residual: Tensor | None = None, keep_first: bool = False
 ) -> Solution:
     """Solves without recording, then attaches the gradient of the fixed point.
 
@@ -244,7 +227,8 @@ def _detached(solver: Solver, problem: BlockProblem) -> BlockProblem:
         _output=None,
     )
     config, batch = solver.config, math.prod(problem.input.shape[: -len(operator.problem_dims)])
-    if path_for(solver, operator, batch, sampling=False, iterations=config.implicit_iters + 1) == "gram":
+    size = solve_size(solver, operator, batch, sampling=False, iterations=config.implicit_iters + 1)
+    if path_for(solver, size) == "gram":
         with torch.no_grad(), autocast_off(nothing.device):
             detached.gram = detached.make_gram()
     return detached

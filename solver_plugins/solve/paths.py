@@ -33,10 +33,9 @@ Path = Literal["loop", "two_step", "gram", "masked", "columns", "collapsed"]
 """How iterates are computed; ``loop`` is the iteration as it is written, differentiated by autograd."""
 
 KEPT_WHOLE = 10
-"""Up to so many iterations a backward pass may keep everything."""
+"""Up to this many iterations a backward pass may keep everything."""
 KEPT_SHARE = 1.09
-"""With more of them it keeps so many numbers per iteration and output, if ten whole iterations are no more. With what
-little else there is, 1.1."""
+"""With more of them it keeps this many numbers per iteration and output, if ten whole iterations are not more."""
 
 GATHERING = 24
 """Multiply-adds in the time that it takes to gather one weight, and to add its gradient where it came from."""
@@ -76,11 +75,8 @@ class SolveSize:
 
 def choose_path(size: SolveSize) -> Path:
     """Returns the path with the fewest multiply-adds; the simpler one where two cost the same."""
-    best, *others = possible_paths(size)
-    for path in others:
-        if multiply_adds(path, size) < multiply_adds(best, size):
-            best = path
-    return best
+    possible = possible_paths(size)
+    return possible[0] if len(possible) == 1 else min(possible, key=lambda path: multiply_adds(path, size))
 
 
 def possible_paths(size: SolveSize) -> tuple[Path, ...]:
@@ -144,50 +140,26 @@ def gram_from(size: SolveSize) -> int | None:
     return math.floor(size.inputs * size.outputs / slope) + 1
 
 
-def path_for(
-    solver: Solver,
-    operator: LinearOperator,
-    batch: int,
-    *,
-    sampling: bool,
-    prior: Prior | None = None,
-    gram_is_known: bool = False,
-    known: bool = False,
-    kept: bool = False,
-    iterations: int | None = None,
-    gate: GateKind | None = None,
-) -> Path:
+def path_for(solver: Solver, size: SolveSize | None, *, gram_is_known: bool = False, kept: bool = False) -> Path:
     """Returns the path of a solve: the one that the solver's config asks for, where it exists, or the cheapest.
 
     Args:
         solver: The solver.
-        operator: ``A``.
-        batch: How many problems there are.
-        sampling: Whether the solve samples (in training, say).
-        prior: The prior; None for one that does not collapse.
+        size: From :func:`solve_size`.
         gram_is_known: Whether ``A A^T`` need not be computed.
-        known: Whether the layer's output is computed in any case.
         kept: Whether a collapsed weight is kept for further solves, so that forming it costs nothing.
-        iterations: How many there are, if not those of the solver's config.
-        gate: Which gate there is.
     """
-    size = solve_size(
-        solver, operator, batch, sampling=sampling, prior=prior, known=known, iterations=iterations, gate=gate
-    )
     if solver.path == "loop" or size is None:
         return "loop"
-    possible = possible_paths(size)
-    for path in possible:
-        if path == solver.path:
-            return path
-    if torch.compiler.is_exporting():
-        # One program serves every batch, and what is made of weights alone is a constant of it.
-        kept, gram_is_known = True, size.outputs < 2 * size.inputs
-    if kept and "collapsed" in possible:
+    possible, exporting = possible_paths(size), torch.compiler.is_exporting()
+    if solver.path in possible:
+        return solver.path
+    # One exported program serves every batch, and what is made of weights alone is a constant of it.
+    if "collapsed" in possible and (kept or exporting):
         return "collapsed"
-    if torch.compiler.is_exporting() and not gram_is_known:
-        return possible[0]
-    return "gram" if gram_is_known and "gram" in possible else choose_path(size)
+    if "gram" in possible and (size.outputs < 2 * size.inputs if exporting else gram_is_known):
+        return "gram"
+    return possible[0] if exporting else choose_path(size)
 
 
 def solve_size(
@@ -201,36 +173,44 @@ def solve_size(
     iterations: int | None = None,
     gate: GateKind | None = None,
 ) -> SolveSize | None:
-    """Returns the numbers that the cost model needs; None for a sampled solve that declares nothing."""
-    iterations = iterations or solver.config.iters
+    """Returns the numbers that a cost depends on; None for a sampled solve that declares nothing.
+
+    Args:
+        solver: The solver.
+        operator: ``A``.
+        batch: How many problems there are.
+        sampling: Whether the solve samples (in training, say).
+        prior: The prior; None for one that does not collapse.
+        known: Whether the layer's output is computed in any case.
+        iterations: How many there are, if not those of the solver's config.
+        gate: Which gate there is.
+    """
+    iterations, recursion, linear = iterations or solver.config.iters, solver.recursion, isinstance(operator, LinearMap)
     sampled = sampling and isinstance(solver, SamplingSolver) and solver.thins(operator)
-    recursion, tau, taps, groups = solver.recursion, None, 1, 1
-    shared = False
+    tau, taps, groups, shared = None, 1, 1, False
     # Coordinate descent samples what it keeps of a full gradient.
     if sampled and solver.samples == "inputs" and isinstance(solver, SamplingSolver):
         if recursion is None:
             return None
         tau = solver.tau(operator.in_features)
         shared = solver.shares_sample and solver.uniform and recursion.reference is None
-    matrix = isinstance(operator, LinearMap) or (recursion is not None and is_matrix(operator))
-    if matrix and not isinstance(operator, LinearMap):
+    matrix = linear or (recursion is not None and is_matrix(operator))
+    if matrix and not linear:
         taps, groups = math.prod(operator.weight.shape[2:]), operator.in_features // operator.weight.shape[1]
-        batch *= math.prod(operator.output_shape[1:])
-        shared = shared and groups == 1
+        batch, tau = batch * math.prod(operator.output_shape[1:]), None if tau is None else tau * taps
     affine = None
-    if matrix and not sampled and not solver.implicit and isinstance(prior, IdentityPrior) and recursion is not None:
-        momenta = recursion.momenta(iterations)
-        if momenta is not None and iterations > 1:
-            plain = recursion.factor is None and not any(momenta) and not recursion.inertia
-            affine = power_products(iterations) if plain and gate != "channel" else max(0, iterations - 2)
+    may = matrix and not sampled and not solver.implicit and isinstance(prior, IdentityPrior) and iterations > 1
+    if may and recursion is not None and recursion.momenta(iterations) is not None:
+        plain = recursion.is_constant(iterations) and gate != "channel"
+        affine = power_products(iterations) if plain else max(0, iterations - 2)
     return SolveSize(
         inputs=operator.weight.shape[1] * taps,
         outputs=operator.out_features // groups,
         batch=batch,
         iterations=iterations,
         is_matrix=matrix,
-        tau=None if tau is None else tau * taps,
-        shared=shared,
+        tau=tau,
+        shared=shared and groups == 1,
         affine=affine,
         known=known,
         groups=groups,

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from solver_plugins.operators import LinearOperator, autocast_off, match_dtype, product_dtype
 from solver_plugins.prox import Prior, Step
+from solver_plugins.solve.steps import times
 
 Formulation = Literal["normalized", "paper"]
 
@@ -69,7 +70,7 @@ class BlockProblem:
 
     @property
     def output(self) -> Tensor:
-        """``c = A u + b``, in the working precision; computed at the first use."""
+        """``c = A u + b``, in the working precision."""
         # Not functools.cached_property: its lock cannot be compiled.
         if self._output is None:
             self._output = self.layer().to(self.dtype)
@@ -100,11 +101,7 @@ class BlockProblem:
         return product.to(self.dtype) + self.scaled(self.lam * x)
 
     def make_gram(self, cached: Tensor | None = None) -> Tensor:
-        """Returns ``s A A^T`` of a matrix ``A``, in the precision of the products.
-
-        Args:
-            cached: ``A A^T``, where it is known already.
-        """
+        """Returns ``s A A^T`` of a matrix ``A``, in the precision of the products, given ``A A^T`` if it is known."""
         lowered = self.product_dtype
         with autocast_off(self.operator.weight.device):
             if cached is not None:
@@ -124,15 +121,11 @@ class BlockProblem:
     def sampled_gradient(self, x: Tensor | None, weights: Tensor) -> Tensor:
         """Returns the unbiased estimate ``A (w * (s A^T x - u)) - b + s lam x`` (eq. 25, with the bias unscaled).
 
-        Args:
-            x: Where; None stands for zero.
-            weights: One weight of mean one per input feature (``n1/tau`` on the sampled set, zero elsewhere),
-                broadcastable to the input.
+        ``weights``, one per input feature, have mean one; None for ``x`` is zero.
         """
         residual = -self.input if x is None else self.scaled(self.operator.adjoint(x)) - self.input
         estimate = self.operator.apply(weights * residual).to(self.dtype)
-        if self.bias is not None:
-            estimate = estimate - self.bias
+        estimate = estimate if self.bias is None else estimate - self.bias
         return estimate if x is None else estimate + self.scaled(self.lam * x)
 
     def sampled_hessian(self, x: Tensor, weights: Tensor) -> Tensor:
@@ -142,19 +135,22 @@ class BlockProblem:
 
     def descend(self, x: Tensor | None, gradient: Tensor, step: Step) -> Tensor:
         """Returns ``x - step * gradient``, the argument of the next proximal map."""
-        move = gradient if isinstance(step, float) and step == 1.0 else step * gradient
+        move = times(gradient, step)
         return -move if x is None else x - move
 
     def first(self, step: Step) -> Tensor:
         """Returns ``descend(None, gradient(None), step)``, which for the unit step is the layer's output itself."""
-        return self.output if isinstance(step, float) and step == 1.0 else step * self.output
+        return times(self.output, step)
 
     def gated(self, v: Tensor) -> Tensor:
         """Returns ``v_1 + a (v - v_1)``: what a gate makes of an iteration after the first; exact at zero and one."""
         if self.gate is None:
             return v
         start = self.first(self.step) if self.start is None else self.start
-        return torch.lerp(start, v, self.operator.per_feature(self.gate) if self.gate.dim() else self.gate)
+        return torch.lerp(start, v, self._per_feature(self.gate))
+
+    def _per_feature(self, values: Tensor) -> Tensor:
+        return self.operator.per_feature(values) if values.dim() else values
 
     def objective(self, x: Tensor) -> Tensor:
         """Returns ``F(x) + g(x)`` of the problem actually solved, one number per sample.
@@ -169,7 +165,7 @@ class BlockProblem:
         dims = self.operator.problem_dims
         total = 0.5 * (fitted - input).square().sum(dims) + (0.5 * lam * x.square() + self.prior.g(x)).sum(dims)
         if self.gate is not None:
-            gate = self.operator.per_feature(self.gate) if self.gate.dim() else self.gate
+            gate = self._per_feature(self.gate)
             weight = torch.where(gate > 0, (1 - gate) / torch.where(gate > 0, gate, 1.0), 0.0)
             total = total + (weight * (0.5 * x.square() - self.output * x + self.prior.g(x))).sum(dims)
         return total if self.bias is None else total - (self.bias * x).sum(dims)
@@ -185,7 +181,7 @@ class BlockProblem:
         def size(t: Tensor) -> Tensor:
             return torch.linalg.vector_norm(t, dim=dims)
 
-        scale = torch.maximum(size(x), size(self.step * self.output))
+        scale = torch.maximum(size(x), size(self.first(self.step)))
         return size(x - moved) / scale.clamp_min(torch.finfo(x.dtype).tiny)
 
 
@@ -226,10 +222,6 @@ class Scale:
     def gate_kind(self) -> GateKind | None:
         """Whether there is one gate, or one per output feature; None for no gate."""
         return None if self.gate is None else "channel" if self.gate.dim() else "scalar"
-
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """Returns all tensors of it."""
-        return self.gain, self.shift, self.blend, self.gate
 
     def observed(self, last: Callable[[], Tensor], dim: int) -> "Scale":
         """Returns the scale that an observer of the last argument chooses; this one if there is no observer."""

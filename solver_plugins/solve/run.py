@@ -1,22 +1,23 @@
 """Runs a solve: as its solver writes it, or by the kernel."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from solver_plugins.operators import LinearMap
+from solver_plugins.operators import LinearMap, LinearOperator
 from solver_plugins.prox.prior import is_unit
 from solver_plugins.solve.base import Draws, SamplingSolver, Solver, State
 from solver_plugins.solve.kernel import solve_recursion
-from solver_plugins.solve.layout import Layout
+from solver_plugins.solve.layout import Layout, matrix_of
 from solver_plugins.solve.paths import images_kept, regroups
 from solver_plugins.solve.problem import BlockProblem
 from solver_plugins.solve.products import LARGE_BATCH
-from solver_plugins.solve.recursion import Given, Recursion, Rule, Samples
+from solver_plugins.solve.recursion import Given, Rule, Samples
+from solver_plugins.solve.steps import times
 
 
 @dataclass(frozen=True)
@@ -143,15 +144,9 @@ def is_transformed(problem: BlockProblem) -> bool:
 
 
 def solve_in_kernel(
-    solver: Solver,
-    problem: BlockProblem,
-    path: str,
-    draws: Draws | None,
-    *,
-    gram: Tensor | None = None,
-    keep_first: bool = False,
+    solver: Solver, problem: BlockProblem, path: str, draws: Draws | None, gram: Tensor | None, keep_first: bool
 ) -> Solution:
-    """Runs what a solver declares; arguments and result are those of :func:`solver_plugins.solve.solve`.
+    """Runs what a solver declares, with the result of :func:`solve`.
 
     Args:
         solver: The solver.
@@ -161,93 +156,87 @@ def solve_in_kernel(
         gram: ``A A^T``, a constant, where it is known already.
         keep_first: Also return the argument of the first iterate.
     """
-    operator, recursion, iterations = problem.operator.folded(), solver.recursion, solver.config.iters
+    operator, recursion, u, prior = problem.operator.folded(), solver.recursion, problem.input, problem.prior
     assert recursion is not None
-    samples = Samples()
+    samples, by_input = Samples(), path in ("masked", "columns")
     if draws is not None and isinstance(solver, SamplingSolver):
         samples = solver.draw(problem, draws, indices=path == "columns")
-    if recursion.reference is not None and path not in ("masked", "columns"):
-        recursion = Recursion(recursion.factor, recursion.momentum, recursion.inertia)
-    sampled = path in ("masked", "columns") and recursion.reference is None
-    shape = torch.Size((*problem.input.shape[: -len(operator.problem_dims)], *operator.output_shape))
+    recursion = recursion if by_input else recursion.full()
+    sampled, linear = by_input and recursion.reference is None, isinstance(operator, LinearMap)
+    shape = torch.Size((*u.shape[: -len(operator.problem_dims)], *operator.output_shape))
     c = None if sampled else problem.first(problem.step)
+    layout, chooser = Layout.of(operator, shape if c is None else c, path), samples.chooser
     rule = Rule(
-        operator=operator,
-        dtype=problem.product_dtype,
         path=path,
         recursion=recursion,
-        iterations=iterations,
-        prior=problem.prior,
-        lam=0.0 if isinstance(problem.lam, Tensor) else problem.lam,
+        iterations=solver.config.iters,
+        prior=prior,
+        dtype=problem.product_dtype,
         unit=problem.formulation == "normalized",
-        layout=Layout.of(operator, shape if c is None else c, problem.input.shape, path),
-        samples=samples._replace(inputs=None, outputs=None, picks=None),
+        lam=0.0 if isinstance(problem.lam, Tensor) else problem.lam,
+        inner=layout.inner,
+        operator=None if linear or path == "gram" else operator,
+        share=samples.share,
+        chooser=None if chooser is None else lambda residual: layout.flat(chooser(residual.reshape(u.shape))),
         low=solver.low_memory,
-        gated=problem.gate is not None,
     )
-    rule = _kept(rule, solver, problem, shape, samples)
-    given = Given(
-        c=c,
-        u=problem.input if sampled else None,
-        weight=operator.weight,
-        bias=problem.bias if sampled else None,
-        gate=problem.gate,
-        smoothness=problem.smoothness,
-        lam=problem.lam if isinstance(problem.lam, Tensor) else None,
-        gram=gram,
-        inputs=samples.inputs,
-        outputs=samples.outputs,
-        picks=samples.picks,
-        rule=rule,
+    _store(rule, solver, operator, u.shape, shape)
+    exact = rule.dtype == problem.dtype and not (sampled and u.dtype != problem.dtype)
+    rule.stacked = rule.stacked and exact and samples.outputs is None
+    bias = problem.bias if sampled else None
+    v, first = solve_recursion(
+        Given(
+            c=None if c is None else layout.flat(c),
+            u=layout.flat(u) if sampled else None,
+            weight=operator.weight if rule.operator is not None else matrix_of(operator),
+            bias=layout.flat(bias.expand(shape)) if linear and bias is not None and bias.dim() > 1 else bias,
+            gate=None if problem.gate is None else layout.per_feature(problem.gate),
+            smoothness=problem.smoothness,
+            lam=problem.lam if isinstance(problem.lam, Tensor) else None,
+            gram=gram,
+            inputs=samples.inputs if samples.inputs is None else layout.behind(samples.inputs, 1),
+            # In the precision of what they choose from, once for all iterations.
+            outputs=None if samples.outputs is None else layout.masks(samples.outputs.to(problem.dtype)),
+            picks=None if samples.picks is None else layout.behind(samples.picks, 2),
+            rule=rule,
+        )
     )
-    v, first = solve_recursion(given)
-    last = (
-        problem.step
-        if recursion.factor is None
-        else problem.step * recursion.factor(iterations - 1, problem.smoothness)
-    )
+    v, first = layout.back(v), c if first is None else layout.back(first)
+    assert first is not None
     if samples.outputs is not None:
-        first = c
-        if keep_first and c is not None:
-            drawn, number = samples.outputs[0], problem.prior.zero_argument
-            first = drawn * c + (1 - drawn) * (number or 0.0)
-        return Solution(solver, problem, State(v, 1.0), first=first if keep_first else None)
-    started = c if first is None else first
-    assert started is not None
-    first = solver.argument(problem, State(started, problem.step)) if keep_first else None
-    return Solution(solver, problem, State(v, last), first=first)
+        drawn = samples.outputs[0]
+        first = drawn * first + (1 - drawn) * (prior.zero_argument or 0.0) if keep_first else None
+        return Solution(solver, problem, State(v, 1.0), first=first)
+    factor = 1.0 if recursion.factor is None else recursion.factor(rule.iterations - 1, problem.smoothness)
+    first = solver.argument(problem, State(first, problem.step)) if keep_first else None
+    return Solution(solver, problem, State(v, times(problem.step, factor)), first=first)
 
 
-def _kept(rule: Rule, solver: Solver, problem: BlockProblem, shape: torch.Size, samples: Samples) -> Rule:
-    """Returns the rule with what is kept for the backward pass, and how."""
-    again, operator = rule.iterations - 1, rule.operator
-    images, regrouped = (0 if rule.path == "gram" else again), False
-    if rule.path == "two_step" and solver.memory == "auto" and not torch.compiler.is_exporting():
-        images = images_kept(rule.iterations, problem.input.shape, shape)
-    if torch.compiler.is_exporting():
-        # There is no backward pass, and a choice by the size of this batch would hold for others like it alone.
-        return replace(rule, images=images)
-    rows = math.prod(shape[:-1]) if rule.is_flat else 0
-    if rule.path == "two_step" and rule.is_flat:
-        regrouped = regroups((again - images) * rows, operator.in_features, operator.out_features)
-    rule = replace(rule, images=images, regrouped=regrouped)
-    exact = problem.product_dtype == problem.dtype and (
-        not rule.draws_gradients or problem.input.dtype == problem.dtype
-    )
-    features = max(operator.weight.shape[:2]) if rule.draws_gradients else operator.out_features
-    if exact and samples.outputs is None and may_stack(rule, rows, features):
-        return replace(rule, stacked=True)
-    return rule
+def _store(rule: Rule, solver: Solver, operator: LinearOperator, input: torch.Size, output: torch.Size) -> None:
+    """Writes into a rule what is kept for the backward pass, and how."""
+    again, exporting = rule.iterations - 1, torch.compiler.is_exporting()
+    rule.images = 0 if rule.path == "gram" else again
+    # An exported program has no backward pass, and a choice by the size of this batch would hold for others like it.
+    if exporting:
+        return
+    if rule.path == "two_step" and solver.memory == "auto":
+        rule.images = images_kept(rule.iterations, input, output)
+    if not isinstance(operator, LinearMap):
+        return
+    rows, features = math.prod(output[:-1]), operator.weight.shape
+    rule.regrouped = rule.path == "two_step" and regroups((again - rule.images) * rows, features[1], features[0])
+    rule.stacked = may_stack(rule, rows, max(features) if rule.sampled else features[0])
 
 
 def may_stack(rule: Rule, rows: int, features: int) -> bool:
-    """Whether a solve of this size gains by buffers; ``features`` is the width of the largest."""
+    """Whether a solve of this size by a matrix gains by buffers; ``features`` is the width of the largest."""
     recursion, prior = rule.recursion, rule.prior
-    plain = recursion.momentum is None and not recursion.inertia and recursion.reference is None
-    if not (plain and rule.is_flat and prior.separable and prior.slope_from_value) or rule.iterations == 1:
+    if recursion.momentum is not None or recursion.inertia or recursion.reference is not None or rule.iterations == 1:
         return False
-    if rule.draws_gradients and (rule.path == "columns" or rule.samples.chooser is not None):
+    if not (prior.separable and prior.slope_from_value):
         return False
-    if not rule.draws_gradients and (recursion.factor is not None or 0 < rule.images < rule.iterations - 1):
+    if rule.sampled and (rule.path == "columns" or rule.chooser is not None):
+        return False
+    if not rule.sampled and (recursion.factor is not None or 0 < rule.images < rule.iterations - 1):
         return False
     return rows < LARGE_BATCH or rows * features * rule.iterations <= LARGEST

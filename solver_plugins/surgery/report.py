@@ -282,7 +282,7 @@ def _path(block: Block, solver: Solver, batch: int) -> tuple[str, int | None]:
     # Tokens, and other dimensions before the features, are problems of the same sample.
     per_sample = max(1, problems // batch)
     least = None if least is None else -(-least // per_sample)
-    return path_for(solver, operator, problems, sampling=sampling, prior=block.prior, known=behind), least
+    return path_for(solver, size), least
 
 
 def _constant_and_step(block: Block, solver: Solver) -> tuple[float, float]:

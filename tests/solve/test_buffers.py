@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from solver_plugins.operators import Geometry, LinearMap
+from solver_plugins.operators import Geometry
 from solver_plugins.prox import prox_for
-from solver_plugins.solve import Recursion, Samples, kernel
+from solver_plugins.solve import Recursion, kernel
 from solver_plugins.solve.fista import Nesterov
-from solver_plugins.solve.layout import Layout
 from solver_plugins.solve.recursion import Rule
 from solver_plugins.solve.run import LARGE_BATCH, LARGEST, may_stack
 from solver_plugins.solve.steps import has_values
@@ -21,8 +20,8 @@ STACKED = ("identity", "relu", "relu6", "hardtanh", "leaky")
 @pytest.fixture
 def taken(monkeypatch):
     """The passes that wrote into buffers."""
-    found, plain = [], kernel._Iterations.buffers
-    monkeypatch.setattr(kernel._Iterations, "buffers", lambda *given: found.append(1) or plain(*given))
+    found, plain = [], kernel.new_buffers
+    monkeypatch.setattr(kernel, "new_buffers", lambda *given: found.append(1) or plain(*given))
     return found
 
 
@@ -69,10 +68,9 @@ def test_sampled_iterations_in_one_buffer(per_sample, memory, iters, taken):
 
 def test_buffers_only_where_they_fit():
     """No momentum, no derivative that the iterate does not tell, no large buffer of a large batch, nothing recorded."""
-    layout = Layout("rows", torch.Size((2, 2)), torch.Size((2, 2)))
     rule = Rule(
-        operator=LinearMap(torch.ones(2, 2)), dtype=F64, path="gram", recursion=Recursion(), iterations=10,
-        prior=prox_for("relu"), lam=0.0, unit=True, layout=layout,
+        path="gram", recursion=Recursion(), iterations=10, prior=prox_for("relu"), dtype=F64, unit=True, lam=0.0,
+        inner=torch.dot,
     )  # fmt: skip
     rows, may = LARGE_BATCH, may_stack
     assert may(rule, rows - 1, 10**6) and may(rule, rows, 100) and not may(rule, rows, LARGEST)
@@ -81,11 +79,11 @@ def test_buffers_only_where_they_fit():
     assert not may(replace(rule, prior=prox_for("tanh")), 2, 2)
     assert may(replace(rule, path="two_step", images=9), 2, 2)
     assert not may(replace(rule, path="two_step", images=8), 2, 2)
-    sampled = replace(rule, path="masked", samples=Samples(share=2.0))
+    sampled = replace(rule, path="masked", share=2.0)
     assert may(sampled, 2, 2) and not may(replace(sampled, iterations=1), 2, 2)
     assert not may(replace(sampled, path="columns"), 2, 2)
     assert not may(replace(sampled, recursion=Recursion(reference=5)), 2, 2)
-    assert not may(replace(sampled, samples=Samples(chooser=torch.ones_like)), 2, 2)
+    assert not may(replace(sampled, chooser=torch.ones_like), 2, 2)
     tensors = torch.ones(2, 2), torch.ones(2, 2), torch.ones(())
     with torch.no_grad():
         assert has_values(*tensors) and not has_values(tensors[0].to("meta"), *tensors[1:])

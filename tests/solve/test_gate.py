@@ -13,7 +13,7 @@ from solver_plugins.errors import OptionError
 from solver_plugins.operators import Geometry, operator_from_kernel
 from solver_plugins.prox import prox_for
 from solver_plugins.registry import SOLVERS
-from solver_plugins.solve import Constants, Scale, affine_map, check_gate
+from solver_plugins.solve import Constants, Scale, affine_map, check_gate, pose_problem, solve_block
 from tests.solve.test_table import F64, GEOMETRIES, PRIORS, ROWS, assert_same, plugin_solver
 
 GATES = ("scalar", "channel")
@@ -134,6 +134,21 @@ def test_a_closed_gate_is_the_plain_layer_bit_for_bit(activation, solver):
                 torch.testing.assert_close(out, plain, rtol=1e-6, atol=1e-5)
             else:
                 assert torch.equal(out, plain)
+
+
+@pytest.mark.parametrize("solver", ["proxgd", "proxsg", "fista"])
+def test_behind_a_norm_a_channel_gate_collapses_to_what_multiplies_the_output(solver):
+    """That matrix is not symmetric."""
+    generator = torch.Generator().manual_seed(0)
+    kernel, u, gate = (torch.rand(one, dtype=F64, generator=generator) for one in ((4, 6), (5, 6), (4,)))
+    operator, constants = operator_from_kernel(kernel, Geometry(), u.shape), Constants(torch.tensor(9.0, dtype=F64))
+    found, options = [], {"restart": False} if solver == "fista" else {}
+    for path in ("loop", "auto" if solver == "proxsg" else "collapsed"):
+        made = SOLVERS.get(solver).from_options(iters=4, path=path, **options)
+        problem = pose_problem(made, prox_for(None), operator, u, constants, lambda: operator.apply(u))
+        problem.known = True
+        found.append(solve_block(problem, made, constants, Scale(gate=gate), training=False)[0])
+    assert_same(*[[one] for one in found])
 
 
 def test_second_derivatives():

@@ -315,3 +315,14 @@ def test_an_activation_may_overwrite_what_a_block_returns(solver, kind):
         found.append((x.grad, layer.weight.grad.clone(), layer.bias.grad.clone()))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("memory", ["full", "low"])
+def test_samples_of_a_convolution_without_a_bias_or_a_regulariser(memory):
+    """Nothing is added to an iterate there, which must not be overwritten for that."""
+    geometry, given = OPERATORS["conv2d"][0], tensors("conv2d")[:2]
+    options = {"activation": nn.ReLU6(), "solver": "proxsg", "iters": 4, "lam": 0.0, "lipschitz": 9.0, "memory": memory}
+    assert_same(
+        value_and_gradients("masked", geometry, [*given, None], **options),
+        value_and_gradients("loop", geometry, [*given, None], **{**options, "memory": "full"}),
+    )

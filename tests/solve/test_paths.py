@@ -21,6 +21,7 @@ from solver_plugins.solve.paths import (
     possible_paths,
     power_products,
     regroups,
+    solve_size,
 )
 
 SWEEP = list(itertools.product((3, 64, 400, 4096), (2, 120, 512, 3072), (1, 128, 1576), (1, 2, 10, 30)))
@@ -105,7 +106,8 @@ def path(solver, shape=(120, 400), batch=256, sampling=None, geometry=None, **op
     made = SOLVERS.get(solver).from_options(**options)
     size = (batch, shape[1], *(8,) * (len(shape) - 2))
     operator = operator_from_kernel(torch.zeros(shape), geometry or Geometry(), size)
-    return path_for(made, operator, batch, sampling=made.samples != "nothing" if sampling is None else sampling)
+    sampling = made.samples != "nothing" if sampling is None else sampling
+    return path_for(made, solve_size(made, operator, batch, sampling=sampling))
 
 
 def test_solvers_ask_for_what_they_can_use():
@@ -119,7 +121,8 @@ def test_solvers_ask_for_what_they_can_use():
     # Coordinate descent has full gradients.
     assert path("ms2gd") == "masked" and path("rcd") == "gram" and path("ms2gd", path="loop") == "loop"
     made = SOLVERS.get("proxsg").from_options(sampling="lipschitz")
-    assert path_for(made, operator_from_kernel(torch.zeros(4, 6), Geometry(), (9, 6)), 9, sampling=True) == "masked"
+    operator = operator_from_kernel(torch.zeros(4, 6), Geometry(), (9, 6))
+    assert path_for(made, solve_size(made, operator, 9, sampling=True)) == "masked"
 
 
 @pytest.mark.parametrize(("solver", "options", "match"), [

@@ -13,7 +13,7 @@ from solver_plugins.operators import Geometry, operator_from_kernel
 from solver_plugins.prox import prox_for
 from solver_plugins.registry import SOLVERS
 from solver_plugins.solve.layout import is_matrix
-from solver_plugins.solve.paths import path_for
+from solver_plugins.solve.paths import path_for, solve_size
 from tests.solve.cases import CASES
 
 F64 = torch.float64
@@ -129,7 +129,7 @@ def test_affine_solvers():
 
     def path(solver, sampling=False, activation="identity", **options):
         made = SOLVERS.get(solver).from_options(**options)
-        return path_for(made, operator, 2000, sampling=sampling, prior=prox_for(activation))
+        return path_for(made, solve_size(made, operator, 2000, sampling=sampling, prior=prox_for(activation)))
 
     for solver in ("proxgd", "proxsg", "ms2gd", "s2gd", "svrg", "rcd"):
         assert path(solver) == "collapsed" and path(solver, activation="relu") == "gram"

@@ -3,11 +3,13 @@
 from dataclasses import dataclass
 from typing import final
 
-import torch
 from torch import Tensor
 
 from solver_plugins.equilibrium.problem import EquilibriumProblem
 from solver_plugins.equilibrium.solvers.solver import EquilibriumSolver, EquilibriumState, register_equilibrium_solver
+from solver_plugins.solve.fista import Nesterov
+
+MOMENTUM = Nesterov(restart=True)
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,9 @@ class Fista(EquilibriumSolver):
     """Accelerated gradient descent on ``h`` with restart (Beck & Teboulle 2009, O'Donoghue & Candes 2015).
 
         x_{k+1} = T(y_k) = prox_R(y_k - a grad h(y_k))
-        y_{k+1} = x_{k+1} + (theta_k - 1)/theta_{k+1} (x_{k+1} - x_k)
+        y_{k+1} = x_{k+1} + b_{k+1} (x_{k+1} - x_k)
 
-    A sample drops its momentum if ``<y_k - x_{k+1}, x_{k+1} - x_k> > 0``.
+    with the weights ``b_k`` and the restart of the solver of blocks (:class:`solver_plugins.solve.fista.Nesterov`).
     """
 
     name = "fista"
@@ -44,11 +46,9 @@ class Fista(EquilibriumSolver):
     def step(
         self, problem: EquilibriumProblem, state: AcceleratedState, image: Tensor, iteration: int
     ) -> AcceleratedState:
-        moved = image if state.previous is None else image - state.previous
-        with torch.no_grad():
-            behind = -image if state.z is None else state.z - image
-            restart = (behind * moved).sum(problem.dims, keepdim=True) > 0
-            before = torch.ones_like(restart, dtype=image.dtype) if state.theta is None else state.theta
-            before = torch.where(restart, 1.0, before)
-            theta = (1 + (1 + 4 * before.square()).sqrt()) / 2
-        return AcceleratedState(image + (before - 1) / theta * moved, image, image, theta)
+        def inner(a: Tensor, b: Tensor) -> Tensor:
+            return (a * b).sum(problem.dims, keepdim=True)
+
+        momentum, theta = MOMENTUM.weight(image, state.previous, state.z, state.theta, inner)
+        ahead = image if momentum is None or state.previous is None else image + momentum * (image - state.previous)
+        return AcceleratedState(ahead, image, image, theta)
