@@ -1,6 +1,7 @@
 # Every target prepares what it needs: `make test` is enough on a fresh machine with Python 3.11 or newer.
 
 VENV ?= .venv
+OLDEST ?= .venv-oldest
 # Test processes, and more arguments for pytest: make test WORKERS=4 ARGS="-m slow"
 WORKERS ?= 2
 ARGS ?=
@@ -10,7 +11,7 @@ STAMP := $(VENV)/.dev-installed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install quickstart test test-gpu coverage lint lint-style lint-format lint-types lint-imports format docs release-check release-checklist clean
+.PHONY: help install quickstart test test-oldest test-gpu coverage lint lint-style lint-format lint-types lint-imports format docs release-check release-checklist clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +41,13 @@ quickstart: $(STAMP) ## Finetune a small model on digits against its dropout bas
 # One thread per process: the processes share the cores, and more threads only get in each other's way.
 test: $(STAMP) ## Run the tests (WORKERS=2, ARGS="...")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+# In an environment of its own; .ci/oldest.py reads the versions from pyproject.toml.
+test-oldest: ## Run the tests with the oldest torch, timm, transformers, ... that pyproject.toml allows (ARGS="...")
+	$(MAKE) $(OLDEST)/bin/python VENV=$(OLDEST)
+	$(OLDEST)/bin/python .ci/oldest.py > $(OLDEST)/oldest.txt
+	$(OLDEST)/bin/python -m pip install --constraint $(OLDEST)/oldest.txt --editable '.[dev]'
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA or MPS device (ARGS="...")
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

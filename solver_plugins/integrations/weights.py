@@ -79,8 +79,10 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         safe = path.suffix == ".safetensors"
         found = safetensors.torch.load_file(path) if safe else torch.load(path, "cpu", weights_only=True)
     except Exception as error:
+        # Only the first sentence: torch's advice is to read the file again and run the code that is in it.
+        reason = str(error).partition("\n")[0].partition(". ")[0]
         raise InputError(
-            f"Expected weights in {path} (safetensors, or a torch state dict); reading it: {error}"
+            f"Expected weights in {path} (safetensors, or a torch state dict of tensors); reading it: {reason}."
         ) from None
     for key in ("state_dict", "model"):
         if isinstance(found, dict) and isinstance(found.get(key), dict):

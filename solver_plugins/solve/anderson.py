@@ -9,13 +9,14 @@ from torch import Tensor
 
 from solver_plugins.operators import autocast_off, is_eager, solve_small
 from solver_plugins.registry import register_solver
-from solver_plugins.solve.base import DeterministicConfig, Draws, Solver, State
+from solver_plugins.solve.base import ACCELERATED_LAM, DeterministicConfig, Draws, Solver, State
 from solver_plugins.solve.problem import BlockProblem
 
 
 class AndersonConfig(DeterministicConfig):
     """Options of ``anderson``."""
 
+    lam: float | None = ACCELERATED_LAM
     window: int = pydantic.Field(5, ge=1, description="How many past steps are combined; more than 5 rarely helps.")
     ridge: float = pydantic.Field(
         1e-4,
@@ -71,10 +72,9 @@ class Anderson(Solver):
     exact gradient points away from the minimiser's by 74 to 82 degrees, with constant weights by 55 to 69, and
     ``proxgd``'s by 60 to 72.
 
-    Ten iterations are as exact as some fifty of ``proxgd`` (ten of ``fista``: as thirty). Along small singular
-    directions that is a larger output with larger gradients, so training can diverge at learning rates at which ten
-    iterations of ``proxgd`` train, and thirty of them diverge, too. Four iterations are about ten of ``proxgd``;
-    ``lam_relative=0.1`` bounds the output of every solver, by about ten times that of the plain layer.
+    With ``lam=1e-3`` ten iterations are as exact as some fifty of ``proxgd`` (ten of ``fista``: as thirty). Along small
+    singular directions that is a larger output with larger gradients, and training diverges at learning rates at which
+    ten iterations of ``proxgd`` train and fifty diverge. Therefore ``lam`` grows with ``1/iters`` by default.
     """
 
     name = "anderson"

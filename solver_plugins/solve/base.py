@@ -27,8 +27,11 @@ class SolverConfig(StrictConfig):
     iters: int = pydantic.Field(
         10, ge=1, description="How many proximal steps are taken; 10 is the paper's choice, 1 is the original block."
     )
-    lam: float = pydantic.Field(
-        1e-3, ge=0, description="Strong convexity added to F (the paper's 1e-3), so that a minimiser exists."
+    lam: float | None = pydantic.Field(
+        1e-3,
+        ge=0,
+        description="Strong convexity added to F (the paper's 1e-3), so that a minimiser exists; null: "
+        "lambda_max(A A^T)/iters, with which the minimiser is no larger than what iters steps of proxgd may reach.",
     )
     lam_relative: float | None = pydantic.Field(
         None, gt=0, description="lam in units of lambda_max(A A^T), which differs between layers; instead of 'lam'."
@@ -40,7 +43,7 @@ class SolverConfig(StrictConfig):
     @pydantic.model_validator(mode="after")
     def _one_lam(self) -> "SolverConfig":
         # By value: a config that was saved and read again sets every field.
-        if self.lam_relative is not None and self.lam != SolverConfig.model_fields["lam"].default:
+        if self.lam_relative is not None and self.lam != type(self).model_fields["lam"].default:
             raise ValueError(
                 f"expected 'lam' or 'lam_relative'; found both, lam={self.lam}, lam_relative={self.lam_relative}. Drop "
                 "one of them."
@@ -50,7 +53,12 @@ class SolverConfig(StrictConfig):
     @property
     def is_regularised(self) -> bool:
         """Whether ``F`` is strongly convex whatever the weights are."""
-        return self.lam > 0 or self.lam_relative is not None
+        return self.share is not None or self.lam != 0
+
+    @property
+    def share(self) -> float | None:
+        """``lam`` in units of ``lambda_max(A A^T)``; None where ``lam`` is a number of its own."""
+        return 1 / self.iters if self.lam is None and self.lam_relative is None else self.lam_relative
 
 
 class DeterministicConfig(SolverConfig):
@@ -95,6 +103,20 @@ class KernelConfig(DeterministicConfig):
                 f"gradient={self.gradient!r}, path={self.path!r}. An implicit gradient keeps no iterates anyway."
             )
         return self
+
+
+ACCELERATED_LAM: float | None = pydantic.Field(
+    None,
+    ge=0,
+    description="Strong convexity added to F; null: lambda_max(A A^T)/iters. With a smaller one, such as the paper's "
+    "1e-3, training can diverge at rates at which as many iterations of proxgd train.",
+)
+"""The field ``lam`` of accelerated solvers.
+
+The minimiser of ``F`` with ``lam = L/iters`` moves by at most ``(L + lam)/lam = iters + 1`` times as much as the plain
+layer's output. After ``iters`` steps of ``proxgd`` it is ``iters`` times at most, whatever ``lam`` is. An accelerated
+solver comes near the minimiser in a few steps, and without a bound it multiplies outputs and gradients by far more.
+"""
 
 
 class SamplingConfig(SolverConfig):
@@ -236,8 +258,8 @@ class Solver(abc.ABC):
 
     def lam(self, lipschitz: Tensor) -> Step:
         """Returns ``lam``, given ``lambda_max(A A^T)``."""
-        relative = self.config.lam_relative
-        found: Step = self.config.lam if relative is None else relative * lipschitz
+        share = self.config.share
+        found: Step = self.config.lam if share is None else share * lipschitz
         return found
 
     def smoothness(self, operator: LinearOperator, lipschitz: Tensor) -> Tensor:
@@ -309,7 +331,7 @@ class SamplingSolver(Solver):
         """Returns what the step of an iteration is multiplied by, given the constant that sets it."""
         config = self.config
         # A step that decays starts at 1/L, L = lambda_max + lam.
-        relative = config.lam_relative
+        relative = config.share
         share = config.lam / smoothness if relative is None else relative / (1 + relative)
         return step_factor(config.step, iteration, decay=config.decay, share=share)
 

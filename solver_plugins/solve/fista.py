@@ -9,7 +9,7 @@ from torch import Tensor
 
 from solver_plugins.prox import Step
 from solver_plugins.registry import register_solver
-from solver_plugins.solve.base import Draws, KernelConfig, Solver, State
+from solver_plugins.solve.base import ACCELERATED_LAM, Draws, KernelConfig, Solver, State
 from solver_plugins.solve.problem import BlockProblem
 from solver_plugins.solve.recursion import Recursion
 
@@ -20,6 +20,7 @@ UNTESTED = 3
 class FISTAConfig(KernelConfig):
     """Options of ``fista``."""
 
+    lam: float | None = ACCELERATED_LAM
     restart: bool = pydantic.Field(
         True, description="Drop the momentum of a sample that overshoots; False is the plain method of 2009."
     )

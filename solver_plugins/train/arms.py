@@ -4,14 +4,17 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import torch
 from accelerate.utils import set_seed
-from torch import nn
+from torch import Tensor, nn
 
 from solver_plugins.errors import OptionError
+from solver_plugins.integrations.models import ModelError
 from solver_plugins.surgery import convert_model, speaking
 from solver_plugins.train.classification import inputs_of
 from solver_plugins.train.config import FinetuneConfig
 from solver_plugins.train.data import Loaders, Splits, example_of, make_loaders
+from solver_plugins.train.errors import summary_of
 from solver_plugins.train.models import DTYPES, attach_head, build_model
 from solver_plugins.train.preparation import remember_data
 from solver_plugins.train.problems import SINGLE
@@ -46,11 +49,12 @@ def make_arm(
     loaders = make_loaders(config, splits, model, processes)
     if not splits.is_text:
         remember_data(config, model, splits.classes, splits.problem_type)
+    dtype = DTYPES[config.model.dtype]
+    example = inputs_of(example_of(loaders.eval), dtype)
+    _check_takes(model, example, config.model.spec)
     if name == "solver" and config.head is not None:
         attach_head(model, config.head)
     if name == "solver" and config.solver is not None:
-        dtype = DTYPES[config.model.dtype]
-        example = inputs_of(example_of(loaders.eval), dtype)
         if before_conversion is not None:
             before_conversion(model, example)
         count = config.solver.calibrate
@@ -58,6 +62,25 @@ def make_arm(
         with speaking("config"):
             convert_model(model, config.solver, calibrate=first, example_inputs=example)
     return model, loaders
+
+
+def _check_takes(model: nn.Module, example: tuple[Tensor, ...] | dict[str, Tensor], spec: str) -> None:
+    """Checks that a model runs on the data, before anything is trained or written."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            model(**example) if isinstance(example, dict) else model(*example)
+    except Exception as error:
+        what, agree = "these texts", "data.max_length"
+        if isinstance(example, tuple):
+            size = "x".join(map(str, example[0].shape[1:]))
+            what, agree = f"images of {size}", "data.image_size and model.args, such as img_size and in_chans,"
+        raise ModelError(
+            f"{spec!r} cannot take {what}: {summary_of(error)} Expected {agree} to fit the model."
+        ) from error
+    finally:
+        model.train(training)
 
 
 def check_options(config: FinetuneConfig, splits: Splits) -> None:

@@ -30,13 +30,13 @@ def trainer(module: nn.Module, u: Tensor) -> Callable[[], None]:
 
 def relative_gap(fc: nn.Linear, u: Tensor, name: str, iters: int) -> Tensor:
     """Returns the median gap per iteration (see the module's docstring)."""
-    block = SolverLinear.from_linear(fc, nn.ReLU(), solver=name, iters=iters)
+    block = SolverLinear.from_linear(fc, nn.ReLU(), solver=name, iters=iters, lam=1e-3)
     objective = block.diagnose(u).objective
     # A solver with a guarded constant normalises the problem by it: measure the gap to that problem's minimum.
-    constant = block.solver.smoothness(block.operator(u.shape), block.L) - block.solver.config.lam
+    constant = block.solver.smoothness(block.operator(u.shape), block.L) - 1e-3
     _, best = solver_linear(
-        u, fc.weight.detach(), fc.bias.detach(), activation="relu", solver="fista", iters=3000, lipschitz=constant,
-        diagnose=True,
+        u, fc.weight.detach(), fc.bias.detach(), activation="relu", solver="fista", iters=3000, lam=1e-3,
+        lipschitz=constant, diagnose=True,
     )  # fmt: skip
     floor = best.objective.amin(0)
     return ((objective - floor) / (objective[0] - floor)).median(-1).values

@@ -45,6 +45,9 @@ CHANGES = {
     "batch_size=1000": "at least one batch of 1000",
     "output=/proc/nope/run": "Cannot write to the output folder",
     "model.spec=timm/": "timm/",
+    "data.image_size=7": "cannot take images of 1x7x7",
+    "data.image_size=7 solver=null": "Expected data.image_size and model.args",
+    "model.weights=pyproject.toml": "reading it: Weights only load failed.",
     "model.spec=vgg": "vgg",
     # Adapters.
     "peft={}": "target_modules=all-linear",

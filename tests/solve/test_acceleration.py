@@ -23,7 +23,7 @@ def median_iterations(solver, n1, n2):
     torch.manual_seed(n1 + n2)
     fc, u = nn.Linear(n1, n2, dtype=F64).requires_grad_(False), torch.randn(32, n1, dtype=F64)
     constant = torch.linalg.matrix_norm(fc.weight, 2).square()
-    options = {"activation": "relu", "lipschitz": constant, "diagnose": True}
+    options = {"activation": "relu", "lipschitz": constant, "lam": 1e-3, "diagnose": True}
     _, ten = solver_linear(u, fc.weight, fc.bias, solver="proxgd", iters=10, **options)
     _, found = solver_linear(u, fc.weight, fc.bias, solver=solver, iters=20, **options)
     return float(iterations_to(ten.objective[-1], found.objective).double().quantile(0.5))

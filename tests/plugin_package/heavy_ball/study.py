@@ -54,7 +54,8 @@ class HeavyBallRace(Study[RaceConfig]):
         solver: str,
         iters: int,
     ) -> torch.Tensor:
-        block = SolverLinear.from_linear(layer, activation=nn.ReLU(), solver=solver, iters=iters)
+        options = {"solver": solver, "iters": iters, "lam": 1e-3}
+        block = SolverLinear.from_linear(layer, nn.ReLU(), **options)
         return block.eval().diagnose(u).objective.sum(1)
 
     def tables(self, results: Results) -> list[Table]:
