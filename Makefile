@@ -42,12 +42,12 @@ quickstart: $(STAMP) ## Finetune a small model on digits against its dropout bas
 test: $(STAMP) ## Run the tests (WORKERS=2, ARGS="...")
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
-# In an environment of its own; .ci/oldest.py reads the versions from pyproject.toml.
+# In an environment of its own; .ci/oldest.py reads the versions from pyproject.toml. Old libraries warn of themselves.
 test-oldest: ## Run the tests with the oldest torch, timm, transformers, ... that pyproject.toml allows (ARGS="...")
 	$(MAKE) $(OLDEST)/bin/python VENV=$(OLDEST)
 	$(OLDEST)/bin/python .ci/oldest.py > $(OLDEST)/oldest.txt
 	$(OLDEST)/bin/python -m pip install --constraint $(OLDEST)/oldest.txt --editable '.[dev]'
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) $(ARGS)
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(WORKERS) -W default $(ARGS)
 
 test-gpu: $(STAMP) ## Run the tests that need a CUDA or MPS device (ARGS="...")
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)

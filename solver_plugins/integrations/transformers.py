@@ -76,8 +76,10 @@ class SolverPluginsQuantizer(HfQuantizer):
         self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._source = (model.config._name_or_path, getattr(model.config, "_commit_hash", None))
         # save_pretrained writes gates with the weights; the conversion, which comes later, holds them, too.
-        known = model._keys_to_ignore_on_load_unexpected or ()
-        model._keys_to_ignore_on_load_unexpected = {*known, rf"(^|\.){GATE}$"}
+        known, gates = model._keys_to_ignore_on_load_unexpected, rf"(^|\.){GATE}$"
+        # A set since transformers 5.1 or later, a list or None before.
+        merged: Any = known | {gates} if isinstance(known, set) else [*(known or ()), gates]
+        model._keys_to_ignore_on_load_unexpected = merged
         return model
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -29,9 +29,15 @@ def is_faked() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+_AUTOCAST = frozenset(
+    kind for kind in ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "maia") if torch.amp.is_autocast_available(kind)
+)
+"""Kinds of devices with autocast; asked once, since the compiler of torch 2.10 cannot follow the question."""
+
+
 def autocasts(device: torch.device) -> bool:
     """Whether autocast is on for a device; some devices, such as meta, have none."""
-    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    return device.type in _AUTOCAST and torch.is_autocast_enabled(device.type)
 
 
 def match_dtype(x: Tensor, weight: Tensor) -> Tensor:

@@ -75,7 +75,7 @@ def test_convolution_and_its_adjoint(case, batch):
 @pytest.mark.parametrize("size", [(7, 8), (1, 1), (5, 12), (4, 3)])
 @pytest.mark.parametrize("stride, dilation, groups, kernel", [(1, 1, 1, 3), (2, 1, 2, 3), (3, 2, 1, 2), (2, 2, 4, 5)])
 def test_dynamic_same(size, stride, dilation, groups, kernel):
-    layer = timm.layers.Conv2dSame(4, 8, kernel, stride, dilation=dilation, groups=groups, dtype=torch.float64)
+    layer = timm.layers.Conv2dSame(4, 8, kernel, stride, dilation=dilation, groups=groups).double()
     check(layer, torch.randn(2, 4, *size, dtype=torch.float64))
 
 
