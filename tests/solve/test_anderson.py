@@ -160,26 +160,25 @@ def test_no_solver_diverges_where_as_many_steps_of_proxgd_train(name, steps):
     assert last_loss(network(name, iters=steps // options.get("inner", 1), **options)) < 1.0
 
 
-@pytest.mark.parametrize("solver", ["fista", "anderson"])
-def test_accelerated_solvers_enlarge_no_more_than_proxgd_may(solver):
+@pytest.mark.parametrize(("solver", "over", "with_the_papers_lam"), [("fista", 1.1, 1.7), ("anderson", 1.7, 40)])
+def test_accelerated_solvers_enlarge_little_more_than_proxgd_may(solver, over, with_the_papers_lam):
     """Where a layer says next to nothing about a direction, ``iters`` steps of proxgd add up ``iters`` of its outputs.
 
-    With the paper's ``lam`` accelerated solvers come closer to the minimiser along it, which is far away.
+    Momentum and mixtures overshoot a little on their way to the minimiser. With the paper's ``lam`` it is far away.
     """
     weight, bias = torch.diag(torch.tensor([1.0, 0.03, 1e-3]).double()), torch.ones(3, dtype=torch.float64)
-    for iters in (1, 2, 3, 5, 10, 20):
+    u = torch.zeros(1, 3, dtype=torch.float64)
 
-        def largest(solver: str, iters: int = iters, **options) -> float:
-            options |= {"solver": solver, "iters": iters, "lipschitz": 1.0}
-            u = torch.zeros(1, 3, dtype=torch.float64)
-            jacobian = torch.autograd.functional.jacobian(lambda b: solver_linear(u, weight, b, **options)[0], bias)
-            return float(torch.linalg.matrix_norm(jacobian, 2))
+    def largest(solver: str, iters: int, **options) -> float:
+        options |= {"solver": solver, "iters": iters, "lipschitz": 1.0}
+        jacobian = torch.autograd.functional.jacobian(lambda b: solver_linear(u, weight, b, **options)[0], bias)
+        return float(torch.linalg.matrix_norm(jacobian, 2))
 
-        assert largest("proxgd") <= iters
-        # The bound is that of the minimiser; momentum overshoots it a little.
-        assert largest(solver) <= 1.1 * (iters + 1)
-        if iters >= 10:
-            assert largest(solver, lam=1e-3) > 1.9 * iters
+    for iters in (1, 2, 3, 4, 5, 7, 10, 20):
+        assert largest("proxgd", iters) <= iters
+        assert largest(solver, iters) <= over * (iters + 1)
+    for iters in (10, 20):
+        assert largest(solver, iters, lam=1e-3) > with_the_papers_lam * (iters + 1)
 
 
 def test_a_constant_lam_is_the_papers():
