@@ -298,8 +298,11 @@ class Reference:
         if not here:
             # An activation that serves one layer alone may miss it.
             self.refusable |= act in self._private and act in self.outlets.values()
-            # Without gradients nobody knows whether it is what another layer waits for, hidden by some operation.
-            self.refusable |= act in self.outlets.values() and not torch.is_grad_enabled()
+            # Without gradients, as in the first pass of a reentrant segment, nobody knows whether it is what another
+            # layer waits for, hidden by some operation.
+            segment = self.made.segment
+            recorded = torch.is_grad_enabled() and not (inside and segment is not None and segment.reentrant)
+            self.refusable |= act in self.outlets.values() and not recorded
             return torch.relu(value.tensor)
         waiting = [call for call in here if not call.taken]
         self.refused |= len(waiting) > 1
