@@ -12,16 +12,24 @@ from solver_plugins.errors import NotProximalError
 from solver_plugins.prox.prior import Prior, Step, infinite_where, register_prior
 
 
-@register_prior
-@final
-@dataclass(frozen=True)
-class IdentityPrior(Prior):
-    """g = 0: no activation."""
+class _Indicator(Prior):
+    """The indicator function of a closed interval."""
 
-    name = "identity"
     tags = frozenset({"activation", "indicator"})
     scale_free = True
     slope_from_value = True
+
+    def argument(self, a: Tensor, step: Step = 1.0) -> Tensor:
+        return a
+
+
+@register_prior
+@final
+@dataclass(frozen=True)
+class IdentityPrior(_Indicator):
+    """g = 0: no activation."""
+
+    name = "identity"
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_x |x - a|^2 / (2 t) = a``."""
@@ -40,13 +48,11 @@ class IdentityPrior(Prior):
 @register_prior
 @final
 @dataclass(frozen=True)
-class ReluPrior(Prior):
+class ReluPrior(_Indicator):
     """ReLU: the indicator function of x >= 0 (Table 1)."""
 
     name = "relu"
     tags = frozenset({"activation", "indicator", "paper"})
-    scale_free = True
-    slope_from_value = True
 
     def prox(self, a: Tensor, step: Step = 1.0) -> Tensor:
         """Returns ``argmin_{x >= 0} |x - a|^2 / (2 t) = max(a, 0)``."""
@@ -69,15 +75,11 @@ class ReluPrior(Prior):
         return infinite_where(x < 0, torch.zeros_like(x))
 
 
-class _Box(Prior):
+class _Box(_Indicator):
     """The indicator function of min_val <= x <= max_val."""
 
     min_val: float
     max_val: float
-
-    tags = frozenset({"activation", "indicator"})
-    scale_free = True
-    slope_from_value = True
 
     @property
     def bounded(self) -> bool:
