@@ -1,7 +1,10 @@
-"""Layers as optimisation solvers, with certified step sizes.
+"""Turns layers of timm and Hugging Face models into optimisation solvers, and back.
 
-from solver_plugins import SolverLinear
-block = SolverLinear.from_linear(fc, activation=nn.ReLU(), p=0.5, solver="proxsg", iters=10)
+```python
+model = convert_model(model, solver="proxsg", iters=10, gate="channel")
+...  # finetune
+model = merge_model(model)
+```
 """
 
 from importlib import import_module

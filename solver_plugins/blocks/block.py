@@ -53,17 +53,17 @@ _NAMED: dict[type[nn.Module], "type[SolverBlock]"] = {}
 
 
 class SolverBlock(Gated):
-    """Mixin in front of a layer class: the layer's output becomes the argument of the last proximal map of a solve.
+    """A layer that runs a solver: its output is the argument of the last proximal map.
 
     The block *is* its layer: the same class (``isinstance``), the same Parameter objects, state-dict keys, hooks and
     flags. With ``output="argument"`` (default) ``activation(block(x))`` is the solver's result, and at one iteration
     ``block(x)`` is the plain layer's output; the activation stays where it is. With ``output="value"`` the block
     applies the activation itself.
 
-    Behind a norm or a skip (appendix J) the argument is complete only at the end of a
+    With a norm or a skip (appendix J) the argument is complete only at the end of a
     :class:`~solver_plugins.blocks.link.Link`: the module there calls :meth:`solve_behind`.
 
-    Step sizes keep themselves up to date; see :mod:`solver_plugins.blocks.stepsize`.
+    Step sizes stay up to date by themselves; see :mod:`solver_plugins.blocks.stepsize`.
 
     Attributes:
         solver: How it solves.

@@ -73,13 +73,13 @@ def calibrate(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     progress: bool = True,
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """Gives every solver block of a converted model the scale that its layer had in the original network.
+    """Gives every solver block the mean and variance that its layer had in the original network.
 
-    Two passes over a few batches, in evaluation mode and without gradients: the original network (each block at one
-    iteration) tells mean and variance of each feature; then the solvers run, and each block's gains and shifts are set
-    while the blocks before it already have theirs. They are part of the conversion:
-    :func:`solver_plugins.conversion_of` writes them down, :func:`solver_plugins.revert_model` removes them. Call it
-    right after the conversion, before wrapping the model; in several processes, all take those of the first.
+    Call it right after the conversion, before wrapping the model. It runs a few batches twice, in evaluation mode and
+    without gradients: once with one iteration per block, which is the original network, and once with the solvers, to
+    set a gain and a shift for each feature, block after block. These are part of the conversion:
+    :func:`solver_plugins.conversion_of` includes them, and :func:`solver_plugins.revert_model` removes them. With
+    several processes, all use those of the first.
 
     Args:
         model: A converted model.

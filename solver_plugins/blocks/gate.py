@@ -190,7 +190,7 @@ def _project_after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
 
 
 def gates_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Returns the gates of a converted model by the names of their Parameters; none for a model without gates."""
+    """Returns the gates of a converted model by Parameter name; an empty dict if it has none."""
     blocks = ((name, module.gate) for name, module in model.named_modules() if isinstance(module, Gated))
     return {f"{name}.{GATE}" if name else GATE: gate for name, gate in blocks if gate is not None}
 
@@ -198,12 +198,12 @@ def gates_of(model: nn.Module) -> dict[str, nn.Parameter]:
 def param_groups(
     model: nn.Module, lr: float, weight_decay: float = 0.0, *, gate_rate: float = 10.0
 ) -> list[dict[str, Any]]:
-    """Returns parameter groups for an optimizer of your own loop: gates apart, at a rate of their own, never decayed.
+    """Returns parameter groups for your own optimizer: gates get their own learning rate and no weight decay.
 
     Args:
         model: A converted model, wrapped or not.
         lr: The learning rate of the weights.
-        weight_decay: That of the weights; biases and norms, which have one dimension, are not decayed.
+        weight_decay: The weight decay of the weights; biases and norms (all one-dimensional Parameters) have none.
         gate_rate: The learning rate of gates is ``gate_rate * lr``. They move between 0 and 1, weights by much less.
     """
     gates = gates_of(model)

@@ -13,7 +13,7 @@ from solver_plugins.prox.prior import in_float64
 
 @torch.no_grad()
 def effective_rate(block: SolverBlock, batch: Tensor, draws: int = 64) -> float:
-    """Returns the rate of a dropout with the same relative noise as a sampling block.
+    """Returns the dropout rate that has the same relative noise as a sampling block.
 
     A solver averages over its iterations, so its noise is that of dropout at a lower rate than its own ``p``: with ten
     iterations at 0.5 about 0.06, with three 0.25, with ten at 0.95 about 0.5. The noise is that of what the activation

@@ -12,7 +12,7 @@ from solver_plugins.solve import SamplingConfig, Solver, check_gate
 
 
 def set_blend(model: nn.Module, blend: float) -> None:
-    """Sets how much of the solver there is in every block: 0 is the original network, 1 the solver.
+    """Sets the blend of every block: 0 is the original network, 1 the solver.
 
     A schedule may call it at every step: the number is a buffer, and compiled graphs stay as they are, once the model
     was converted with some ``blend`` below one.
@@ -65,10 +65,10 @@ def _set_option(blocks: dict[str, SolverBlock], option: str, value: Any) -> None
 
 
 def refresh_steps(module: nn.Module, method: str = "certified", tolerance: float = 0.1) -> dict[str, Tensor]:
-    """Recomputes the Lipschitz constant of every solver block, from the weights as they are now.
+    """Recomputes the Lipschitz constant of every solver block from its current weights.
 
-    Call it once per epoch for certified steps (as the paper does). Blocks also follow their weights by themselves in
-    training; see :mod:`solver_plugins.blocks.stepsize`.
+    Call it once per epoch for certified steps (as the paper does). Between calls, blocks track their weights by
+    themselves in training; see :mod:`solver_plugins.blocks.stepsize`.
 
     Args:
         module: A block, or a model that contains blocks.

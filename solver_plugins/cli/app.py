@@ -4,8 +4,11 @@ A user's mistake (every :class:`~solver_plugins.errors.SolverPluginsError`) is o
 code 2. Anything else is a defect of this package and keeps its traceback.
 """
 
+import functools
 import importlib
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -94,5 +97,14 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         typer.main.get_command(app).main(None if args is None else list(args), prog_name="solver-plugins")
     except SolverPluginsError as error:
-        print(f"Error: {error}", file=sys.stderr)
+        print(_broken(f"Error: {error}"), file=sys.stderr)
         sys.exit(2)
+
+
+def _broken(text: str) -> str:
+    """Returns a message with lines that end at words: a terminal breaks them anywhere. Files get them whole."""
+    if not sys.stderr.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    wrap = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrap(line, subsequent_indent=" " * (len(line) - len(line.lstrip()))) for line in text.split("\n"))

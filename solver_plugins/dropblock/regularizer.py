@@ -19,7 +19,7 @@ Reduction = Literal["mean", "batchmean", "sum"]
 
 
 class StructuredDropoutRegularizer(AtClassifier):
-    """Adds to the loss what dropping units before the last layer would add on average, by a hook on that layer.
+    """Computes what dropping units before the last layer would add to the loss on average.
 
     For the squared loss the value is exact (Lemma 3.1): the sum of the variances of the outputs. Cross-entropy has no
     closed form; ``loss="cross_entropy_second_order"`` is the second-order term

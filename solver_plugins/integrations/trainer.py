@@ -16,11 +16,11 @@ from solver_plugins.surgery import ConversionError, solver_report
 
 
 class SolverCallback(TrainerCallback):
-    """Looks after the solver blocks of a converted model: ``Trainer(..., callbacks=[SolverCallback()])``.
+    """Keeps the step sizes of a converted model certified: ``Trainer(..., callbacks=[SolverCallback()])``.
 
     It certifies the step sizes at the end of each epoch (as the paper does), every ``every_steps`` steps if asked to,
-    and before each evaluation; it adds to the logs how far the weights have moved since; and it writes the state of the
-    steps into each checkpoint, from where a resumed run takes it, so that it is the same run to the bit.
+    and before each evaluation. It logs how far the weights have moved since. It also writes the state of the steps into
+    each checkpoint, and a resumed run reads it, which makes resumed runs equal to the bit.
 
     Logged are ``solver_staleness``, the largest relative change of a block's constant since its last certificate, and,
     where gradients are implicit, ``solver_residual``, the largest one that a solve has left. They are in

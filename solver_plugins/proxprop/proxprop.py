@@ -58,8 +58,8 @@ class ProxProp:
             code, every output of a Linear layer has its own step lengths, and a convolution has one for all outputs.
             With "cgN-joint", Linear layers have one for all outputs, too, which is less exact.
         tau_theta: Step size of the implicit step; a small one gives almost a multiple of the plain gradient.
-        gram: "sum" as in the paper, or "mean": ``X^T X / N``, so that ``tau_theta`` does not depend on the batch size.
-        targets: The layers, as in PEFT: ends of names, a regular expression, or a function of name and module.
+        gram: "sum" as in the paper, or "mean": ``X^T X / N``, which makes ``tau_theta`` independent of the batch size.
+        targets: The layers, as in PEFT: endings of names, a regular expression, or a function of name and module.
         exclude: Layers to leave out, in the same forms.
         skip_last: Whether the last layer keeps its plain gradient.
         process_group: The processes that train together; by default all.

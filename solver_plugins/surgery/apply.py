@@ -39,7 +39,7 @@ _START = "_image_at_conversion"
 
 
 def apply_conversion(model: nn.Module, conversion: Conversion, priors: Mapping[str, Prior] | None = None) -> nn.Module:
-    """Converts a plain model in place as a conversion says, and returns it; its weights are its own.
+    """Repeats a conversion on a plain model, in place, and returns the model; weights do not change.
 
     ``priors`` are those that the conversion has no name for, by the name of the layer. After an error (a missing module
     or prior, a model that is converted or wrapped already) the model is as it was.
@@ -93,9 +93,9 @@ def _install(block: BlockRecord, modules: dict[str, nn.Module], prior: Prior | N
 
 
 def conversion_of(model: nn.Module) -> Conversion:
-    """Writes down what was done to a converted model.
+    """Returns how a model was converted, as data that can be stored and applied again.
 
-    ConversionError if it is not converted, or a prior is a function of the user's, which has no name.
+    Raises a ConversionError if the model is not converted, or if a prior is a user's function without a name.
     """
     blocks = blocks_of(model)
     if not blocks:
@@ -155,7 +155,7 @@ def _written(model: nn.Module) -> dict[str, Any]:
 
 
 def revert_model(model: nn.Module, batch: Any = None) -> nn.Module:
-    """Turns every solver block of a model into its plain layer again, with the weights as they are now.
+    """Turns every solver block back into its plain layer, with the current weights.
 
     The outputs of the plain network differ from those of the trained one. :func:`solver_plugins.merge_model` keeps
     the outputs, where blocks are affine in evaluation.

@@ -36,32 +36,32 @@ def convert_model(
     inplace: bool = True,
     **options: Any,
 ) -> nn.Module:
-    """Turns matched layers of a model into solver blocks.
+    """Turns layers of a model into solver blocks, in place.
 
-    Layers keep their place, name, Parameters and class; see :func:`inspect_model` for a dry run.
+    Layers keep their place, name, Parameters and class. See :func:`inspect_model` for a dry run.
 
     Args:
         model: Any model whose forward pass can be recorded; models of timm and transformers need no example inputs.
         solver: A registered name (see :func:`solver_plugins.list_solvers`), or a ready
-            :class:`~solver_plugins.surgery.ConversionSpec`, which stands for all options.
+            :class:`~solver_plugins.surgery.ConversionSpec`, which replaces all other options.
         iters: How many proximal steps each block takes.
         targets: Layers to convert: a list of names or their ends, one regular expression for the whole name, or a
             function of name and module. A target that converts nothing is an error.
         exclude: Layers to leave alone, in the same forms.
-        pattern: None for the solver's default patterns, "strict" for the paper's block alone, "all", or a list.
-        p: A rate for a sampling solver, in the place of those that it found; with ``targets`` or ``pattern`` also for
+        pattern: None for the solver's default patterns, "strict" for only the paper's block, "all", or a list.
+        p: A rate for a sampling solver that replaces those of the dropouts; with ``targets`` or ``pattern`` also for
             layers without a dropout.
-        nonprox: What to do with an activation that is not a proximal map: "keep" it behind a block with ``g = 0``, or
+        nonprox: What to do with an activation that is not a proximal map: "keep" it after a block with ``g = 0``, or
             "skip" the block.
         last: True also converts the classifier, False never does; None leaves it to the patterns.
-        blend: ``a`` in ``(1 - a) v_1 + a v_K``: 0 is the original network, 1 the solver. A pretrained network starts
-            finetuning close to where it was with a small blend, or calibrated; see :func:`solver_plugins.set_blend` for
-            a schedule.
+        blend: ``a`` in ``(1 - a) v_1 + a v_K``: 0 is the original network, 1 the solver. With a small blend, or
+            calibrated, a pretrained network starts finetuning close to its own outputs; see
+            :func:`solver_plugins.set_blend` for a schedule.
         gate: "channel" or "scalar" gives every block a trained Parameter in [0, 1], one number per output channel or
-            one, which is zero at first: the converted model starts as the original network, to the bit, and training
-            opens the solvers. See :func:`solver_plugins.param_groups` for its learning rate.
-        calibrate: A few batches on which the blocks get the scale that their layers had, as by
-            :func:`solver_plugins.calibrate`. Where a spec says how many, no more of them are used.
+            one. It starts at zero, so the converted model starts as the original network, to the bit; training opens
+            the solvers. See :func:`solver_plugins.param_groups` for its learning rate.
+        calibrate: A few batches for :func:`solver_plugins.calibrate`, which gives blocks the scale of their layers. If
+            a spec says how many, no more of them are used.
         example_inputs: A tensor, tuple or mapping for the recorded forward pass.
         inplace: False converts a copy.
         **options: Options of the solver, and further fields of the spec; an unknown one raises.

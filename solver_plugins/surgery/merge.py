@@ -42,12 +42,12 @@ class Merged(NamedTuple):
 
 
 def merge_model(model: nn.Module, strict: bool = True) -> nn.Module:
-    """Turns solver blocks into plain layers that compute the same in evaluation.
+    """Turns solver blocks into plain layers with the same outputs in evaluation.
 
-    It is possible for every block that is affine in evaluation: without a prior (in front of GELU, SiLU or nothing),
-    with a gain, a shift or a blend, of linear layers and convolutions whose windows do not overlap, and in front of a
-    BatchNorm. The plain layers have the classes and Parameters that they had before the conversion, with other
-    numbers. Dropouts that solvers replaced are live again in training.
+    This works for every block that is affine in evaluation: blocks without a prior (before GELU, SiLU or no
+    activation) of linear layers and of convolutions whose windows do not overlap. They may have a gain, a shift or a
+    blend, and a BatchNorm after them. The plain layers have the classes and Parameters from before the conversion, with
+    new numbers. Dropouts that solvers replaced are active again in training.
 
     Args:
         model: A converted model.

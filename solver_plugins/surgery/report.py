@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 COLUMNS = {
-    "p, tau": "p, tau: the rate, and how many features are drawn at it.",
-    "L": "L: a certified bound on the largest eigenvalue of A A^T, which the step is made from.",
+    "p, tau": "p, tau: the rate, and how many features it draws.",
+    "L": "L: a certified bound on the largest eigenvalue of A A^T, which gives the step size.",
     "FLOPs": "FLOPs: of a forward pass in training, per sample.",
-    "cost": "cost: the same in units of the plain layer.",
+    "cost": "cost: FLOPs over those of the plain layer.",
 }
 """What the columns of the table mean."""
 _WORDS = {
@@ -197,7 +197,7 @@ def inspect_model(
     suggest: bool = False,
     **options: Any,
 ) -> Report:
-    """Says what :func:`convert_model` would do, and leaves the model alone.
+    """Shows what :func:`convert_model` would do, without changing the model.
 
     Args:
         model: The model.

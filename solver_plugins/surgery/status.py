@@ -136,7 +136,7 @@ def _off(ratio: float | None, factor: float) -> bool:
 
 
 def solver_report(model: nn.Module, batch: Any = None) -> SolverReport:
-    """Reports the state of a converted model's blocks, and leaves the model alone.
+    """Reports how well each block of a converted model solves, without changing the model.
 
     Args:
         model: A converted model, or a single block; wrapped (DDP, compiled) or not.

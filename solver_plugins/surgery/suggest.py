@@ -105,11 +105,13 @@ def _suggestion(kind: str, chosen: Sequence[Chosen], spec: ConversionSpec, warni
     plain, training, evaluation = sums
     names = tuple(one.block.name for one in chosen)
     why = {
-        "default": "what the solver takes by itself" if warning is None else "the head, as no dropout is live",
-        "classifier": "the last layer alone: little to pay, little to break",
-        "no prior": "the activations behind them stay as they are",
+        "default": "what the solver converts by default"
+        if warning is None
+        else "the head, because no dropout is active",
+        "classifier": "only the last layer: a low cost and a small change",
+        "no prior": "the activations after them stay unchanged",
         "prior": "with their activations, as in the paper",
-        "norm or skip": f"changes a pretrained scale most; {option('gate', 'channel')} starts as the network is",
+        "norm or skip": f"changes pretrained outputs most; {option('gate', 'channel')} starts without a change",
     }[kind]
     return Suggestion(kind, names, _options(kind, chosen, spec), training / plain, evaluation / plain, merges, why)
 

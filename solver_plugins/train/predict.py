@@ -48,15 +48,15 @@ def predict(
     top: int | None = None,
     batch_size: int = 32,
 ) -> list[Prediction]:
-    """Returns what a saved model says of images or texts.
+    """Returns what a saved model predicts for images or texts.
 
     Args:
-        folder: Where :func:`~solver_plugins.save`, or a finetune, has put the model; or the folder ``adapter`` of a
-            finetune, beside its ``base``.
+        folder: A folder written by :func:`~solver_plugins.save` or by a finetune run; or the folder ``adapter`` of such
+            a run, next to its ``base``.
         inputs: Files of images, folders of them, or for a text model texts.
-        top: How many of the likeliest classes are named; by default one, or with several labels at once all those
-            that are more likely than not.
-        batch_size: How many inputs are computed at once.
+        top: How many of the likeliest classes to return; by default one, or with several labels all those with a
+            probability above one half.
+        batch_size: How many inputs are processed at once.
 
     Raises:
         LoadingError: If there is no saved model in the folder.

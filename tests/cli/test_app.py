@@ -74,3 +74,17 @@ def test_defects_keep_their_traceback(monkeypatch):
     monkeypatch.setattr("solver_plugins.cli.inspect.load_model", broken)
     with pytest.raises(ZeroDivisionError):
         main(["inspect", "timm/vgg16"])
+
+
+def test_errors_break_at_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    def said() -> str:
+        with pytest.raises(SystemExit):
+            main(["study", "run", "nope"])
+        return capsys.readouterr().err
+
+    whole = said()
+    assert max(map(len, whole.splitlines())) > 80
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    broken = said()
+    assert max(map(len, broken.splitlines())) <= 80 and broken.split() == whole.split()

@@ -50,7 +50,7 @@ def test_the_table_is_readable_in_every_width(monkeypatch: pytest.MonkeyPatch) -
         for name in ("conv1", "layer1.*.conv2 (3 layers)", "layer2.0.downsample.0", "fc"):
             assert any(line.startswith(f"{name} ") or line == name for line in lines), (width, name)
         text = " ".join(str(report).split())
-        assert "cost: the same in units of the plain layer" in text and "linear-norm-skip-act" in text
+        assert "cost: FLOPs over those of the plain layer" in text and "linear-norm-skip-act" in text
         # Every word of the table is explained below it, wherever it stands.
         assert ("Below a name: the pattern" in text) == (width < 110) and "how iterates are computed" in text
 
