@@ -178,7 +178,7 @@ class NamedInputs:
         grid = next((word for word in (_GRIDS.get(name, ""), "grid_thw") if word in self.accepted), "")
         if grid:
             side = 2 * self._number(2, "spatial_merge_size", "merge_size")
-            numbers = channels * self._number(1, "temporal_patch_size") * patch**2
+            numbers = channels * self._number(1, "temporal_patch_size", "patch_temporal") * patch**2
             where = torch.tensor([[1, side, side]] * BATCH)
             beside = {"merge_sizes": torch.tensor([side // 2] * BATCH)} if "merge_sizes" in self.accepted else {}
             return [{name: noise(BATCH * side**2, numbers, dtype=self.dtype), grid: where, **beside}]
@@ -201,7 +201,7 @@ class NamedInputs:
         elif "pixel_attention_mask" in self.accepted:
             rows = ((1,), ())
         elif self.names == [name]:
-            rows = ((), (1,))
+            rows = ((), (1,), (2,))
         made = [{name: noise(BATCH, *row, channels, height, width, dtype=self.dtype)} for row in rows]
         if "image_sizes" in self.accepted:
             made += [{**one, "image_sizes": torch.tensor([[height, width]] * BATCH)} for one in made]

@@ -30,6 +30,7 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"(key_value|kv)_heads|key_value_heads", 2),
     (r"heads?$", HEADS),
     (r"vocab|codebook_size|num_codevectors|num_res_types", VOCABULARY),
+    (r"num_pos_feats$", WIDTH // 2),
     (r"head_dim|d_kv$|dim_head$|head_size$|d_head$|rotary_dim|rope_head_dim", 8),
     (r"lora_rank|_rank$|embedding_size$|d_state$|state_size$|ssm_state", 16),
     (r"position_embeddings$|n_positions|max_.*positions$|n_ctx|context_length|max_seq_len|max_length|_len$", 64),
@@ -42,6 +43,8 @@ _RULES: tuple[tuple[str, int], ...] = (
     (r"hidden|d_model|n_embd|dim$|dims$|_size$|width|channels?$|feat|filters|planes|latents$|(^|_)units$|embed", WIDTH),
 )
 """Small values of sizes, the first rule that finds its words in a name decides; what is smaller keeps its value."""
+_CHOSEN = {"_out_features": "out_features", "model_args": "model_args"}
+"""Where a backbone's config keeps what the config around it chooses, and how that is set."""
 PATIENCE = 6.0
 """Seconds of the processor after which no further repair is tried."""
 _OTHER = re.compile(
@@ -62,7 +65,8 @@ def small_value(name: str, value: Any) -> Any:
         small = next((small for words, small in _COMPILED if words.search(name)), value)
         return _heads(value) if small == HEADS else min(value, small)
     if isinstance(value, list | tuple) and value and all(type(item) is int for item in value):
-        return type(value)(_small_list(name, value))
+        # As JSON has them: to some lists others are added.
+        return _small_list(name, value)
     return value
 
 
@@ -113,8 +117,10 @@ class Small:
                 if made != value:
                     self.values[path] = made
         self.missing = {path: value for path, value in self.missing.items() if value != 1 << 20}
-        for prefix, part in _parts(config):
-            self.values |= {prefix + name: value for name, value in (overrides or {}).get(part.model_type, {}).items()}
+        for prefix, part in reversed(list(_parts(config))):
+            chosen = {name: vars(part)[own] for own, name in _CHOSEN.items() if prefix and own in vars(part)}
+            chosen |= (overrides or {}).get(part.model_type, {})
+            self.values |= {prefix + name: value for name, value in chosen.items()}
 
     def _token(self, value: Any) -> Any:
         """Returns an id within the small vocabulary; equal ids stay equal, in all sub-configs."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlavaConfig
+from transformers import LlamaConfig, LlavaConfig, RTDetrConfig
 
 from solver_plugins import SolverLinear
 from solver_plugins.blocks import SolverBlock, block
@@ -15,8 +15,8 @@ from solver_plugins.solve import products
 from solver_plugins.surgery import Inputs
 from solver_plugins.surgery import apply as applying
 from tests.coverage import checks, merging, passes, run, same, small, table, transformers_models, weights
-from tests.coverage.reference import solve
-from tests.coverage.result import CHECKS, Case, Row
+from tests.coverage.reference import jvp, solve
+from tests.coverage.result import CHECKS, Case, NotBuiltError, Row
 from tests.coverage.run import Limits, Task, run_task
 from tests.coverage.sample import CI, HEADS, tasks
 from tests.coverage.steps import rough_steps
@@ -179,6 +179,10 @@ def test_a_model_that_does_not_run_is_not_ours():
     assert not row.failures and not row.passed
 
 
+JVP = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch, where it first makes a jvp
+
+
+@JVP
 def test_reference_is_the_iteration_of_a_matrix():
     torch.manual_seed(0)
     layer = nn.Linear(5, 4).double()
@@ -191,6 +195,21 @@ def test_reference_is_the_iteration_of_a_matrix():
     with torch.no_grad():
         found = solve(c, u, layer, torch.relu_, smoothness, lam, 3)
     torch.testing.assert_close(found, v3)
+
+
+class Reversible(torch.autograd.Function):
+    """A function whose forward pass calls a layer, as Reformer's reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, layer, u, tangent):
+        return jvp(layer, u, tangent)
+
+
+@JVP
+def test_reference_within_a_function_of_autograd():
+    layer, tangent = nn.Linear(3, 3, bias=False), torch.arange(6.0).reshape(2, 3)
+    found = Reversible.apply(layer, torch.ones(2, 3), tangent)
+    torch.testing.assert_close(found, tangent @ layer.weight.detach().T)
 
 
 def test_weights_let_every_layer_matter():
@@ -251,12 +270,24 @@ def test_configs_that_do_not_fit_together_are_repaired():
     ("name", "value", "expected"),
     [
         ("hidden_size", 768, 32), ("num_hidden_layers", 12, 2), ("num_attention_heads", 12, 4), ("patch_size", 4, 4),
-        ("depths", [2, 2, 6, 2], [1, 1, 1, 1]), ("hidden_sizes", [96, 192, 384], [16, 32, 64]), ("kernel_size", 31, 31),
+        ("depths", [2, 2, 6, 2], [1, 1, 1, 1]), ("hidden_sizes", (96, 192, 384), [16, 32, 64]), ("kernel_size", 31, 31),
         ("vocab_size", 50257, 128), ("is_decoder", True, True), ("layer_norm_eps", 1e-5, 1e-5), ("num_channels", 3, 3),
     ],
 )  # fmt: skip
 def test_small_values(name, value, expected):
     assert small.small_value(name, value) == expected
+
+
+def test_a_backbone_keeps_what_the_config_around_it_chooses():
+    made = small.Small(RTDetrConfig(), {"rt_detr": {"backbone_config.depths": [1]}, "rt_detr_resnet": {"depths": [2]}})
+    assert made.values["backbone_config.out_features"] == ["stage2", "stage3", "stage4"]
+    assert made.values["backbone_config.depths"] == [1]
+
+
+def test_a_config_that_refuses_its_sizes_is_not_built(monkeypatch):
+    monkeypatch.setitem(transformers_models.OVERRIDES, "granitemoehybrid", {"mamba_n_heads": 3})
+    with pytest.raises(NotBuiltError, match="mamba"):
+        transformers_models.case("GraniteMoeHybridModel", "granitemoehybrid")
 
 
 def test_equal_tokens_stay_equal_in_a_small_vocabulary():

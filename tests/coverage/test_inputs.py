@@ -41,6 +41,40 @@ def test_several_choices_and_decoders():
     assert made["input_features"].shape == (2, 80, 16) and made["decoder_input_ids"].shape == (2, 16)
 
 
+class Pairs(nn.Module):
+    """Keypoints are matched between two images."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(image_size=4, num_channels=3)
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
+        first, second = pixel_values.transpose(0, 1)
+        return self.fc(first - second)
+
+
+class Clips(nn.Module):
+    """A vision tower whose patches last two frames."""
+
+    main_input_name = "pixel_values"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(patch_size=4, patch_temporal=2)
+        self.fc = nn.Linear(2 * 3 * 4**2, 2)
+
+    def forward(self, pixel_values: torch.Tensor, grid_thw: torch.Tensor) -> torch.Tensor:
+        return self.fc(pixel_values)
+
+
+@pytest.mark.parametrize("model", [Pairs(), Clips()])
+def test_pairs_of_images_and_patches_in_time(model):
+    assert "fc" in [call.name for call in record(model).calls]
+
+
 class Options(nn.Module):
     """A class with an input that its name does not tell."""
 

@@ -24,9 +24,13 @@ SIDE = 64
 LARGEST = 40_000_000
 """Parameters of a model that is still small."""
 _SWIN: dict[str, Any] = {
-    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4,
+    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 4, 4],
+    "window_size": 4,
 }  # fmt: skip
+_PE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": (32, 32), "global_pool": ""}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_RT_DETR = {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [32, 32, 32]}
+_SIZES = [[16, 16], [8, 8], [4, 4]]
 OVERRIDES: dict[str, dict[str, Any]] = {
     "align_vision_model": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "image_size": 64},
     "axk1": {"n_group": 1, "topk_group": 1},
@@ -36,24 +40,46 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    "edgetam_vision_model": {"backbone_channel_list": [192, 48, 32, 32], "backbone_feature_sizes": _SIZES},
+    "efficientloftr": {"hidden_size": 64},
     "efficientnet": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "hidden_dim": 512, "image_size": 64},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "absolute"},
+    "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
+    "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}},
+    "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "hgnet_v2": {"stem_channels": [3, 8, 16], "stage_in_channels": [16, 8, 16, 32], "stage_mid_channels": [8] * 4,
+                 "stage_out_channels": [8, 16, 32, 64]},
     "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": 32},
     "lilt": {"hidden_size": 48},
+    "lw_detr_vit": {"image_size": 64},
     "mistral4": {"head_dim": 16},
+    "kosmos-2": {"latent_query_num": 8},
     "mobilevitv2": {"image_size": 64},
+    "muse_spark_audio": {"num_hidden_layers": 4},
+    "nemotron3_diarization": {"chunk_right_context": 4},
+    "musicgen_decoder": {"num_codebooks": 1},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 1, "num_self_attention_heads": 2,
                   "num_cross_attention_heads": 1, "image_size": 32, "max_position_embeddings": 64,
                   "num_frames": 2, "train_size": [32, 32], "audio_samples_per_frame": 32},
+    "perception_lm": {"vision_config.architecture": "vit_pe_core_tiny_patch16_384", "vision_config.model_args": _PE},
+    "qwen3_asr_encoder": {"n_window": 16},
     "reformer": {"axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4,
                  "lsh_attn_chunk_length": 4, "num_buckets": 4, "hash_seed": 0},
     "shieldgemma2": {"yes_token_index": 5, "no_token_index": 6},
+    "rt_detr": _RT_DETR,
+    "rt_detr_v2": _RT_DETR,
+    "sam3_vision_model": {"backbone_feature_sizes": _SIZES},
     "squeezebert": {"embedding_size": 32},
+    "switch_transformers": {"num_experts": 1},
     "t5gemma": {"decoder.cross_attention_hidden_size": 32},
     "donut-swin": _SWIN,
     "swin": _SWIN,
     "swinv2": _SWIN,
+    "vibevoice_acoustic_tokenizer": {"num_filters": 2},
+    "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
+    "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
     "textnet": {"image_size": [64, 64]},
     "timm_backbone": {"backbone": "test_resnet"},
     "timm_wrapper": {"architecture": "test_resnet"},
@@ -65,7 +91,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
                "layers_block_type": ["linear_attention", "hybrid"], "hybrid_layer_ids": [1], "intermediate_size": 64,
                "chunk_size": 8, "mamba_d_state": 8},
 }  # fmt: skip
-"""Further settings that a model type needs."""
+"""Further settings that a model type needs; those of a config go before those of the configs in it."""
+CLASSES: dict[str, dict[str, Any]] = {
+    "ReformerModelWithLMHead": {"is_decoder": True},
+    "T5GemmaEncoderModel": {"is_encoder_decoder": False},
+}
+"""Further settings that one class needs."""
 
 
 def _patches() -> Inputs:
@@ -81,7 +112,52 @@ def _images(side: int) -> Inputs:
     return Inputs((), {"pixel_values": pixels})
 
 
+def _texts(**others: Any) -> Inputs:
+    """Returns two texts of a question and its answer, with separators between and behind them."""
+    ids = torch.full((BATCH, 16), 5)
+    ids[:, [4, 5, 15]] = 2
+    ids[:, 0] = 0
+    # A norm over the batch sees two texts.
+    ids[1, 2] = 6
+    return Inputs((), {"input_ids": ids, "attention_mask": torch.ones_like(ids), **others})
+
+
+def _choices() -> Inputs:
+    return Inputs((), {name: ids[:, None].repeat(1, 2, 1) for name, ids in _texts().kwargs.items()})
+
+
+def _grounded() -> Inputs:
+    """Returns an image, and texts with the places of its latents."""
+    where = torch.zeros(BATCH, 16, dtype=torch.long)
+    where[:, 2:10] = 1
+    return _texts(**_images(32).kwargs, image_embeds_position_mask=where, use_cache=False)
+
+
+def _seen() -> Inputs:
+    """Returns texts that each see one image."""
+    pixels = _images(32).kwargs["pixel_values"][:, None]
+    return _texts(pixel_values=pixels, image_attention_mask=torch.ones(BATCH, 16, 1), use_cache=False)
+
+
+def _wanted() -> Inputs:
+    """Returns images, the names of what to look for in each, and the tasks as texts."""
+    classes, tasks = torch.full((2 * BATCH, 6), 5), torch.full((BATCH, 6), 5)
+    return Inputs((), {
+        **_images(32).kwargs, "classes_input_ids": classes, "classes_attention_mask": torch.ones_like(classes),
+        "tasks_input_ids": tasks, "tasks_attention_mask": torch.ones_like(tasks),
+        "classes_structure": torch.tensor([2] * BATCH),
+    })  # fmt: skip
+
+
 INPUTS: dict[str, Callable[[], Inputs]] = {
+    "GroupViTModel": lambda: _texts(**_images(32).kwargs),
+    "IdeficsForVisionText2Text": _seen,
+    "IdeficsModel": _seen,
+    "Kosmos2ForConditionalGeneration": _grounded,
+    "Kosmos2Model": _grounded,
+    "LongformerForMultipleChoice": _choices,
+    "LongformerForQuestionAnswering": _texts,
+    "OmDetTurboForObjectDetection": _wanted,
     "PerceiverForImageClassificationConvProcessing": functools.partial(_images, 224),
     "PerceiverForImageClassificationFourier": functools.partial(_images, 224),
     "PerceiverForImageClassificationLearned": functools.partial(_images, 32),
@@ -161,7 +237,15 @@ def case(name: str, family: str) -> Case:
         return Case("transformers", name, family, rebuild, inputs, model=model, given=name in INPUTS)
 
     kind = getattr(getattr(transformers, name), "config_class", None) or CONFIG_MAPPING[family]
-    return Small(kind(), OVERRIDES).first(works)
+    small = Small(kind(), OVERRIDES)
+    small.values |= CLASSES.get(name, {})
+    try:
+        return small.first(works)
+    except (NotBuiltError, NotFedError):
+        raise
+    except Exception as error:
+        # The config itself says what does not fit together.
+        raise NotBuiltError(f"{type(error).__name__}: {error}") from error
 
 
 def inputs_for(model: nn.Module) -> Inputs:
