@@ -124,6 +124,10 @@ class Watch:
         self._handles.append(outlet.register_forward_hook(at_outlet, with_kwargs=True))
 
     def _compare(self, block: Block, solver: Any, u: Tensor, output: Tensor, y: Tensor | None = None) -> Tensor:
+        if output.numel() == 0:
+            # A part of the model that nothing was routed to.
+            self.result.errors.setdefault(block.name, 0.0)
+            return output
         layer: Map = self._plain[block.name]
         chain = layer
         smoothness, config = solver.L, solver.solver.config

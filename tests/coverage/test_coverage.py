@@ -212,6 +212,23 @@ def test_reference_within_a_function_of_autograd():
     torch.testing.assert_close(found, tangent @ layer.weight.detach().T)
 
 
+class Routed(nn.Module):
+    """An expert that no token is sent to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.one(x), self.two(x[:0])])
+
+
+def test_a_layer_that_nothing_is_sent_to_passes():
+    case = Case("timm", "routed", "none", Routed, Inputs((torch.eye(4),)), given=True)
+    row = checks.check(lambda: case, "timm", "routed", "none")
+    assert row.failures == {} and sum(row.blocks.values()) == 2
+
+
 def test_weights_let_every_layer_matter():
     with weights.undrawn_weights():
         model = Residual()

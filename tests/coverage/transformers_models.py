@@ -45,6 +45,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "efficientnet": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "hidden_dim": 512, "image_size": 64},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "absolute"},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
+    "gemma3n_text": {"intermediate_size": 64, "activation_sparsity_pattern": 0.0},
+    "glm5_next_text": {"num_key_value_heads": 4},
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "hgnet_v2": {"stem_channels": [3, 8, 16], "stage_in_channels": [16, 8, 16, 32], "stage_mid_channels": [8] * 4,
@@ -53,12 +55,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": 32},
     "lilt": {"hidden_size": 48},
     "lw_detr_vit": {"image_size": 64},
+    "markuplm": {"max_xpath_tag_unit_embeddings": 128, "max_xpath_subs_unit_embeddings": 128},
+    "mimi": {"upsample_groups": 32},
     "mistral4": {"head_dim": 16},
     "kosmos-2": {"latent_query_num": 8},
     "mobilevitv2": {"image_size": 64},
     "muse_spark_audio": {"num_hidden_layers": 4},
+    "nemotron3_5_transcribe_audio": {"chunk_right_context": 4},
     "nemotron3_diarization": {"chunk_right_context": 4},
     "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
     "perceiver": {"num_latents": 8, "d_latents": 32, "num_self_attends_per_block": 1, "num_self_attention_heads": 2,
                   "num_cross_attention_heads": 1, "image_size": 32, "max_position_embeddings": 64,
                   "num_frames": 2, "train_size": [32, 32], "audio_samples_per_frame": 32},
@@ -80,7 +86,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2},
     "vibevoice_acoustic_tokenizer_decoder": {"num_filters": 2},
     "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 3200},
-    "textnet": {"image_size": [64, 64]},
+    "textnet": {"image_size": [64, 64], "stem_out_channels": 16},
     "timm_backbone": {"backbone": "test_resnet"},
     "timm_wrapper": {"architecture": "test_resnet"},
     "xmod": {"default_language": "en_XX"},
@@ -97,14 +103,6 @@ CLASSES: dict[str, dict[str, Any]] = {
     "T5GemmaEncoderModel": {"is_encoder_decoder": False},
 }
 """Further settings that one class needs."""
-
-
-def _patches() -> Inputs:
-    """Returns images that are already cut into patches."""
-    shapes = torch.tensor([[2, 2]] * BATCH)
-    patches = torch.randn(BATCH, 4, 3 * 16 * 16, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(BATCH, 4, dtype=torch.long)
-    return Inputs((), {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes})
 
 
 def _images(side: int) -> Inputs:
@@ -139,6 +137,13 @@ def _seen() -> Inputs:
     return _texts(pixel_values=pixels, image_attention_mask=torch.ones(BATCH, 16, 1), use_cache=False)
 
 
+def _boxed() -> Inputs:
+    """Returns texts, and what was seen in four boxes of an image."""
+    generator = torch.Generator().manual_seed(0)
+    seen = torch.randn(BATCH, 4, 32, generator=generator)
+    return _texts(visual_feats=seen, visual_pos=torch.rand(BATCH, 4, 4, generator=generator))
+
+
 def _wanted() -> Inputs:
     """Returns images, the names of what to look for in each, and the tasks as texts."""
     classes, tasks = torch.full((2 * BATCH, 6), 5), torch.full((BATCH, 6), 5)
@@ -155,13 +160,13 @@ INPUTS: dict[str, Callable[[], Inputs]] = {
     "IdeficsModel": _seen,
     "Kosmos2ForConditionalGeneration": _grounded,
     "Kosmos2Model": _grounded,
+    **dict.fromkeys(("LxmertForPreTraining", "LxmertForQuestionAnswering", "LxmertModel"), _boxed),
     "LongformerForMultipleChoice": _choices,
     "LongformerForQuestionAnswering": _texts,
     "OmDetTurboForObjectDetection": _wanted,
     "PerceiverForImageClassificationConvProcessing": functools.partial(_images, 224),
     "PerceiverForImageClassificationFourier": functools.partial(_images, 224),
     "PerceiverForImageClassificationLearned": functools.partial(_images, 32),
-    "Siglip2ForImageClassification": _patches,
 }
 """Inputs of classes that do not say what they take."""
 
