@@ -32,7 +32,7 @@ from solver_plugins.surgery.printing import (
     spread,
     without_numbers,
 )
-from solver_plugins.surgery.select import Chosen
+from solver_plugins.surgery.select import Chosen, by_default, nothing_by_default
 from solver_plugins.surgery.spec import DEFAULTS, ConversionSpec
 from solver_plugins.surgery.suggest import Suggestion, block_cost, shown_suggestions, suggestions_for
 
@@ -227,6 +227,8 @@ def inspect_model(
     scaled = {row.name for row in rows if row.converted and row.pattern in SCALE_PATTERNS and unbounded}
     rows = [_with_note(row, changes_scale()) if row.name in scaled else row for row in rows]
     warnings = [plan.selection.warning] if plan.selection.warning is not None else []
+    if not plan.selection.chosen and by_default(spec):
+        warnings.append(f"Nothing is converted:{nothing_by_default(plan.blocks, spec, plan.selection.rejected)}")
     if scaled:
         what = f"{len(scaled)} block{'s' if len(scaled) > 1 else ''} behind a norm or a skip"
         warnings.append(f"{what}, iters={spec.iters}: {changes_scale()}")

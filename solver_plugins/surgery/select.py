@@ -9,7 +9,7 @@ from torch import nn
 
 from solver_plugins.solve import RateConfig
 from solver_plugins.surgery.errors import listing, option
-from solver_plugins.surgery.parts import CALLED, PATTERNS, Block, DropoutPart, Pattern, Samples
+from solver_plugins.surgery.parts import CALLED, PATTERNS, SCALE_PATTERNS, Block, DropoutPart, Pattern, Samples
 from solver_plugins.surgery.spec import ConversionSpec
 from solver_plugins.surgery.targets import read_targets
 
@@ -168,7 +168,8 @@ def _wanted(spec: ConversionSpec) -> frozenset[Pattern]:
 def _head(blocks: Sequence[Block], spec: ConversionSpec) -> dict[str, Chosen | str]:
     """Returns the classifier and a hidden linear -> activation of its head as a solver takes them, or why not.
 
-    A coordinate solver takes the hidden layer alone, if there is one: it draws what an activation follows.
+    A coordinate solver takes the hidden layer alone, if there is one: it draws what an activation follows. In place of
+    a head that is not there it is the last layer of a backbone.
     """
     rated = spec if spec.samples == "nothing" or spec.p is not None else spec.model_copy(update={"p": HEAD_RATE})
     hidden: dict[str, Chosen | str] = {}
@@ -181,13 +182,27 @@ def _head(blocks: Sequence[Block], spec: ConversionSpec) -> dict[str, Chosen | s
         if dropped is not None and not isinstance(result, str):
             result = f"{dropped} drops its {spec.samples} as well, and a solver could not take that over"
         (hidden if block.feeds_last else last)[block.name] = result
+    if not hidden and not last:
+        return _end(blocks, rated)
     alone = spec.samples == "outputs" and any(isinstance(one, Chosen) for one in hidden.values())
     return hidden if alone else hidden | last
+
+
+def _end(blocks: Sequence[Block], rated: ConversionSpec) -> dict[str, Chosen | str]:
+    """Returns the last layer that a solver can take in a backbone without a classifier; none if there is none."""
+    patterns = frozenset(PATTERNS) - set(SCALE_PATTERNS)
+    for block in reversed(blocks):
+        result = _fit(block, rated, patterns)
+        if not isinstance(result, str) and block.dropped.get(rated.samples) is None:
+            return {block.name: result}
+    return {}
 
 
 def _warning(found: Selection, spec: ConversionSpec) -> str:
     names = " and ".join(repr(block.name) for block in found.blocks)
     what = "classifier" if all(block.is_last for block in found.blocks) else "head"
+    if not any(block.is_last or block.feeds_last for block in found.blocks):
+        what = "last layer (it has no classifier)"
     rate = ""
     choose = f"Choose layers with {option('targets')} or {option('pattern')}"
     if spec.samples != "nothing" and issubclass(spec.solver_class.Config, RateConfig):

@@ -31,6 +31,9 @@ _PE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": (32, 32), "globa
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _RT_DETR = {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [32, 32, 32]}
 _SIZES = [[16, 16], [8, 8], [4, 4]]
+_HGNET = {"encoder_in_channels": [16, 32, 64], "decoder_in_channels": [32, 32, 32]}
+_FOUR = {"backbone_config.num_hidden_layers": 4,
+         "backbone_config.out_features": ["stage1", "stage2", "stage3", "stage4"]}  # fmt: skip
 OVERRIDES: dict[str, dict[str, Any]] = {
     "align_vision_model": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "image_size": 64},
     "axk1": {"n_group": 1, "topk_group": 1},
@@ -40,12 +43,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **dict.fromkeys(("depth_anything", "prompt_depth_anything", "tipsv2_dpt", "chmv2"), _FOUR),
+    **dict.fromkeys(("pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4"), _HGNET),
     "edgetam_vision_model": {"backbone_channel_list": [192, 48, 32, 32], "backbone_feature_sizes": _SIZES},
     "efficientloftr": {"hidden_size": 64},
     "efficientnet": {"width_coefficient": 0.4, "depth_coefficient": 0.4, "hidden_dim": 512, "image_size": 64},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32, "position_embedding_type": "absolute"},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 8},
-    "gemma3n_text": {"intermediate_size": 64, "activation_sparsity_pattern": 0.0},
     "glm5_next_text": {"num_key_value_heads": 4},
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
@@ -77,6 +81,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "rt_detr_v2": _RT_DETR,
     "sam3_vision_model": {"backbone_feature_sizes": _SIZES},
     "squeezebert": {"embedding_size": 32},
+    "superpoint": {"max_keypoints": 16},
     "switch_transformers": {"num_experts": 1},
     "t5gemma": {"decoder.cross_attention_hidden_size": 32},
     "donut-swin": _SWIN,

@@ -3,12 +3,14 @@
 import pytest
 import timm
 import torch
+import transformers
 from torch import nn
 
 from solver_plugins import convert_model, inspect_model, merge_model
 from solver_plugins.blocks import blocks_of
 from solver_plugins.errors import SolverPluginsError
 from solver_plugins.surgery import speaking
+from solver_plugins.surgery.errors import Place
 
 WIDTHS = (80, 100, 150)
 
@@ -66,3 +68,18 @@ def test_suggestions_speak_the_words_of_the_place() -> None:
     with speaking("config"):
         assert last.ask() == "solver.pattern=[linear] solver.last=False solver.p=0.5"
     assert report.to_dict()["suggestions"][-1]["merges"] and "Worth converting" in str(report)
+
+
+def test_a_report_says_why_nothing_is_converted() -> None:
+    """As the error of the call does: a language model's classifier is its embedding."""
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16, "bos_token_id": 1, "eos_token_id": 2}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    places: tuple[tuple[Place, str], ...] = (("python", "targets="), ("command line", "--targets"))
+    for where, targets in places:
+        with speaking(where):
+            text = " ".join(str(inspect_model(model, "proxsg", 2, lipschitz=False)).split())
+        assert "0 of 5 layers become proxsg" in text
+        assert "Nothing is converted: it has no linear layer behind a dropout with a rate above zero" in text
+        assert "'lm_head' cannot be taken in its place: tied weight: it is also 'transformer.wte.weight'." in text
+        assert f"Name layers with {targets} and a rate with" in text
+    assert inspect_model(model, "proxsg", 2, pattern="linear", lipschitz=False).warnings == ()
