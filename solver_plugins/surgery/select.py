@@ -1,6 +1,7 @@
 """Which blocks a solver converts: its default patterns, and what the user asks for instead."""
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,9 @@ def select(blocks: Sequence[Block], spec: ConversionSpec, model: nn.Module | Non
         ban.check_met(blocks, model)
     if selection.chosen or not by_default(spec):
         return selection
-    head = {name: one for name, one in _head(open_to, spec).items() if not isinstance(one, str)}
+    whole = any(block.is_last or block.feeds_last for block in blocks)
+    found_head = _head(open_to, spec) if whole else _end(open_to, spec)
+    head = {name: one for name, one in found_head.items() if not isinstance(one, str)}
     found = _selection(blocks, {**selection.rejected, **head}, rejected, spec.samples)
     return dataclasses.replace(found, warning=_warning(found, spec)) if found.chosen else selection
 
@@ -168,10 +171,9 @@ def _wanted(spec: ConversionSpec) -> frozenset[Pattern]:
 def _head(blocks: Sequence[Block], spec: ConversionSpec) -> dict[str, Chosen | str]:
     """Returns the classifier and a hidden linear -> activation of its head as a solver takes them, or why not.
 
-    A coordinate solver takes the hidden layer alone, if there is one: it draws what an activation follows. In place of
-    a head that is not there it is the last layer of a backbone.
+    A coordinate solver takes the hidden layer alone, if there is one: it draws what an activation follows.
     """
-    rated = spec if spec.samples == "nothing" or spec.p is not None else spec.model_copy(update={"p": HEAD_RATE})
+    rated = _rated(spec)
     hidden: dict[str, Chosen | str] = {}
     last: dict[str, Chosen | str] = {}
     for block in blocks:
@@ -182,20 +184,20 @@ def _head(blocks: Sequence[Block], spec: ConversionSpec) -> dict[str, Chosen | s
         if dropped is not None and not isinstance(result, str):
             result = f"{dropped} drops its {spec.samples} as well, and a solver could not take that over"
         (hidden if block.feeds_last else last)[block.name] = result
-    if not hidden and not last:
-        return _end(blocks, rated)
     alone = spec.samples == "outputs" and any(isinstance(one, Chosen) for one in hidden.values())
     return hidden if alone else hidden | last
 
 
-def _end(blocks: Sequence[Block], rated: ConversionSpec) -> dict[str, Chosen | str]:
-    """Returns the last layer that a solver can take in a backbone without a classifier; none if there is none."""
+def _end(blocks: Sequence[Block], spec: ConversionSpec) -> dict[str, Chosen | str]:
+    """Returns the last layer that a solver can take in a backbone without a classifier; nothing if there is none."""
     patterns = frozenset(PATTERNS) - set(SCALE_PATTERNS)
-    for block in reversed(blocks):
-        result = _fit(block, rated, patterns)
-        if not isinstance(result, str) and block.dropped.get(rated.samples) is None:
-            return {block.name: result}
-    return {}
+    fits = ((block, _fit(block, _rated(spec), patterns)) for block in reversed(blocks))
+    free = (pair for pair in fits if isinstance(pair[1], Chosen) and spec.samples not in pair[0].dropped)
+    return {block.name: result for block, result in itertools.islice(free, 1)}
+
+
+def _rated(spec: ConversionSpec) -> ConversionSpec:
+    return spec if spec.samples == "nothing" or spec.p is not None else spec.model_copy(update={"p": HEAD_RATE})
 
 
 def _warning(found: Selection, spec: ConversionSpec) -> str:

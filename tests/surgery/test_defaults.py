@@ -136,12 +136,37 @@ def test_channels_that_are_dropped_are_the_features_of_a_convolution() -> None:
     assert rates(report) == {"3": 0.2}
 
 
+class Backbone(nn.Module):
+    """It returns a sum, so that no layer is a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.fc = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.gelu(self.stem(x))
+        return x + self.fc(x)
+
+
+@pytest.mark.parametrize(("solver", "rate"), [("proxsg", 0.5), ("rcd", 0.5), ("proxgd", None)])
+def test_a_backbone_without_a_classifier_converts_its_last_layer(solver: str, rate: float | None) -> None:
+    report = look(Backbone(), solver)
+    assert rates(report) == {"fc": rate}
+    assert "converts its last layer (it has no classifier), 'fc'" in report.warnings[0]
+    assert rates(look(Backbone(), solver, exclude=["fc"])) == {"stem": rate}
+
+
 def test_one_line_where_nothing_can_be_found() -> None:
-    with pytest.raises(ConversionError, match=r"no classifier.*Name layers with targets= and a rate with p=") as caught:
-        convert_model(nn.Sequential(nn.Linear(6, 3), nn.ReLU()), "proxsg", example_inputs=X)
-    assert "\n" not in str(caught.value)
+    """Neither a layer that the user excludes nor another one in the place of a classifier that there is."""
+    for model in (nn.Sequential(nn.Linear(6, 3), nn.ReLU()), network()):
+        left = ["0"] if isinstance(model, nn.Sequential) else ["fc", "hidden"]
+        with pytest.raises(
+            ConversionError, match=r"classifier.*Name layers with targets= and a rate with p="
+        ) as caught:
+            convert_model(model, "proxsg", exclude=left, example_inputs=X)
+        assert "\n" not in str(caught.value)
     with pytest.raises(ConversionError, match=r"no classifier.*Name layers with targets=;"):
-        convert_model(nn.Sequential(nn.Linear(6, 3), nn.GELU()), "proxgd", example_inputs=X)
+        convert_model(nn.Sequential(nn.Linear(6, 3), nn.GELU()), "proxgd", exclude=["0"], example_inputs=X)
 
 
 @pytest.mark.parametrize(
