@@ -63,7 +63,7 @@ def jvp(chain: Map, u: Tensor, tangent: Tensor) -> Tensor:
     The vjp of a vjp would give the same, but torch takes second derivatives of grouped convolutions group by group.
     Within the forward pass of an autograd.Function, as reversible networks have it, torch turns this mode off.
     """
-    with forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():  # type: ignore[no-untyped-call]
+    with forward_ad._set_fwd_grad_enabled(True), forward_ad.dual_level():
         derivative = forward_ad.unpack_dual(chain(forward_ad.make_dual(u.contiguous(), tangent))).tangent
     assert derivative is not None
     return derivative
