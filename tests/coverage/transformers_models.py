@@ -24,12 +24,12 @@ SIDE = 64
 LARGEST = 40_000_000
 """Parameters of a model that is still small."""
 _SWIN: dict[str, Any] = {
-    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [2, 2, 4, 4],
-    "window_size": 4,
+    "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 2], "num_heads": [2, 4], "window_size": 4,
 }  # fmt: skip
 _PE = {"embed_dim": 48, "depth": 2, "num_heads": 3, "img_size": (32, 32), "global_pool": ""}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _RT_DETR = {"encoder_in_channels": [32, 64, 128], "decoder_in_channels": [32, 32, 32]}
+_STAGES = {"backbone_config.depths": [1, 1, 1, 1], "backbone_config.num_heads": [2, 2, 4, 4]}
 _SIZES = [[16, 16], [8, 8], [4, 4]]
 _HGNET = {"encoder_in_channels": [16, 32, 64], "decoder_in_channels": [32, 32, 32]}
 _FOUR = {"backbone_config.num_hidden_layers": 4,
@@ -43,6 +43,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
+    **dict.fromkeys(("mask2former", "maskformer", "oneformer", "upernet"), _STAGES),
     **dict.fromkeys(("depth_anything", "prompt_depth_anything", "tipsv2_dpt", "chmv2"), _FOUR),
     **dict.fromkeys(("pp_doclayout_v2", "pp_doclayout_v3", "pp_doclayout_v4"), _HGNET),
     "edgetam_vision_model": {"backbone_channel_list": [192, 48, 32, 32], "backbone_feature_sizes": _SIZES},
@@ -54,7 +55,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
     "hgnet_v2": {"stem_channels": [3, 8, 16], "stage_in_channels": [16, 8, 16, 32], "stage_mid_channels": [8] * 4,
-                 "stage_out_channels": [8, 16, 32, 64]},
+                 "stage_out_channels": [8, 16, 32, 64], "hidden_sizes": [8, 16, 32, 64]},
     "hunyuan_vl_text": {"head_dim": 8, "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}},
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4, "input_size": 32},
     "lilt": {"hidden_size": 48},
