@@ -55,7 +55,8 @@ def frequencies(grid: Sequence[int], device: torch.device, dtype: torch.dtype) -
     if not grid:
         return torch.zeros(1, 0, device=device, dtype=dtype)
     # Real kernels have P(-w) = conj P(w), so the last sampled dimension can be halved.
-    halved = max((axis for axis, n in enumerate(grid) if n > 1), default=0)
+    # Not max(..., default=0), which the compiler of torch 2.10 cannot follow.
+    halved = max([0, *(axis for axis, n in enumerate(grid) if n > 1)])
     axes = [
         torch.arange(n // 2 + 1 if axis == halved else n, device=device).to(dtype) * (2 * math.pi / n)
         for axis, n in enumerate(grid)
