@@ -19,7 +19,7 @@ CONVERTED = {
     "lenet_cifar10_dd": ["fc1", "fc2"],
     "lenet_cifar10_dnd": ["fc1"],
     "lenet_cifar10_ndd": ["fc2"],
-    "lenet_cifar10_proxprop": [],
+    "proxprop_muon_lenet": [],
     "alexnet_cifar10_proxgd": ["conv1"],
     "opteq_cifar10": [],
     "vgg16_cifar100_proxsg": ["head.fc"],
