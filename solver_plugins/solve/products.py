@@ -271,7 +271,9 @@ class TwoStep(Products):
             return self._up(k, z, False, d, kept, out), z
         base = torch.add(base, d, alpha=kept, out=out) if isinstance(kept, float) else torch.addcmul(base, d, kept)
         # In place on what has just been made.
-        out = out if self.rides or torch.is_grad_enabled() else base
+        # Not in a program of torch.export: autograd may run its operations, and takes no out=.
+        if not (self.rides or torch.is_grad_enabled() or torch.compiler.is_compiling()):
+            out = base
         return self._up(k, z, False, base, out=out), z
 
     def pull(self, k: int, grad: Tensor, out: Maybe = None, place: Maybe = None) -> tuple[Tensor, Maybe]:

@@ -245,7 +245,7 @@ def test_bad_input():
     with pytest.raises(TargetError, match="fc9"):
         convert(make(), "proxgd", targets=["fc9"])
     with pytest.raises(ConversionError, match="No layer of this Sequential"):
-        convert_model(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "proxsg", example_inputs=torch.randn(2, 3))
+        convert_model(nn.Sequential(nn.Linear(3, 3), nn.ReLU()), "proxsg", exclude="0", example_inputs=torch.ones(2, 3))
     hooked = make()
     hooked._hf_hook = object()
     with pytest.raises(ConversionError, match="accelerate"):

@@ -74,7 +74,7 @@ def test_leaves_no_trace_of_a_failed_pass_or_a_moving_weight():
 
 
 def test_numbers_are_those_of_diagnose():
-    block = SolverLinear.from_linear(nn.Linear(6, 4).double(), activation=nn.ReLU(), solver="fista", iters=7)
+    block = SolverLinear.from_linear(nn.Linear(6, 4).double(), activation=nn.ReLU(), solver="fista", iters=7, lam=1e-3)
     x = torch.randn(5, 6, dtype=torch.float64)
     expected, row = block.diagnose(x), solver_report(block, x).blocks[0]
     assert row.objective_first == pytest.approx(float(expected.objective[0].mean()), rel=1e-12)
